@@ -1,0 +1,1 @@
+"""The controller: on the laptop. Never imports torch."""

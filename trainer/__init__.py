@@ -1,0 +1,1 @@
+"""The torch pipeline: in the container. Never imports orchestrator."""
