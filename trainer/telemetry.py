@@ -63,7 +63,7 @@ class StepLine(_Line):
     accuracy: list[float] = []
     """Share of right first choices at block slots 1..B-1 (slot 0 is the anchor)."""
     tau: float | None = None
-    """Estimated acceptance length: 1 + the sum over k of the product of accuracies 1..k, by block."""
+    """Estimated acceptance length: 1 + the sum over k of the prefix products, averaged by block."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
     """Before clipping."""
