@@ -1,0 +1,1 @@
+"""From conversations to batches of fixed shape, on a CPU, with no state to save."""

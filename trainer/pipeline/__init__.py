@@ -1,0 +1,1 @@
+"""Executors: the same stages on one device, on threads, or on processes."""

@@ -1,0 +1,58 @@
+"""One device, one thread, one stage after the other: the reference that other executors equal."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from trainer.data.batch import Batch
+from trainer.pipeline.stages import DrafterStage, Job, StepResult, TargetStage
+
+
+class InlineExecutor:
+    """Both parts on ``device``, or the target on a device of its own."""
+
+    def __init__(
+        self, job: Job, device: torch.device, target_device: torch.device | None = None
+    ) -> None:
+        self.job = job
+        self.device = device
+        self.target_device = target_device or device
+        self.target: TargetStage
+        self.drafter: DrafterStage
+
+    def start(self) -> None:
+        self.target = self.job.make_target(self.target_device)
+        self.drafter = self.job.make_drafter(self.device)
+        self.job.event("compiling", name="step")
+        began = time.perf_counter()
+        batch = self.job.batches(0, 0)
+        self.drafter.accumulate(batch, self._features(batch))
+        self.drafter.discard()
+        self.job.event("compiled", name="step", seconds=round(time.perf_counter() - began, 3))
+
+    def step(self, index: int) -> StepResult:
+        total: torch.Tensor | None = None
+        tokens = 0
+        for slot in range(self.job.batches.slots):
+            batch = self.job.batches(index, slot)
+            tokens += batch.context_tokens()
+            sums = self.drafter.accumulate(batch, self._features(batch))
+            total = sums if total is None else total + sums
+        assert total is not None
+        norm = self.drafter.update(index, total)
+        return StepResult(step=index, sums=total, gradient_norm=norm, tokens=tokens)
+
+    def _features(self, batch: Batch) -> torch.Tensor:
+        return self.target.features(batch).to(self.device)
+
+    def state(self) -> dict[str, Any]:
+        return self.drafter.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.drafter.load(state)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,174 @@
+"""What every executor runs: two stages, the batches between them, and the loop's view of both.
+
+    batches(step, slot) → TargetStage.features → DrafterStage.accumulate → (gradient sum) → update
+
+An optimizer step is ``slots`` microbatches, whoever computes them: one drafter all of them, M
+drafters ``slots / M`` each. A microbatch is a pure function of (step, slot), so every rank makes
+its own and none travels.
+
+Gradients are those of the **sum** of the weighted losses; they are added over slots and drafters,
+and ``update`` divides by the weight sum of the whole step. The divisor is therefore global without
+being known before the forward pass (D-PACE's weights are not), and a drafter without a single valid
+anchor adds zeros like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.data.batch import Batch
+
+
+class Batches(Protocol):
+    """The data of one run. Pure: the same arguments give the same batch, in any process."""
+
+    steps: int
+    """Optimizer steps in all."""
+    slots: int
+    """Microbatches in one optimizer step, over all drafters."""
+    shape: tuple[int, int, int]
+    """(rows b, length S, anchors a row N) of each microbatch."""
+
+    def __call__(self, step: int, slot: int) -> Batch:
+        """Microbatch ``slot`` (0..slots-1) of optimizer step ``step`` (0-based), on the CPU."""
+
+    def epoch(self, step: int) -> int: ...
+
+
+class TargetStage(Protocol):
+    """The frozen target on one device, stopped after its last tapped layer."""
+
+    device: torch.device
+    feature_width: int
+    """K·H_target: values a token in ``features``."""
+    dtype: torch.dtype
+
+    def features(self, batch: Batch, out: Tensor | None = None) -> Tensor:
+        """[b, S, K·H_target] in tap order, in inference mode, on ``device``; written into ``out``
+        (which may lie on another device) if given. ``batch`` may lie on any device."""
+
+
+class DrafterStage(Protocol):
+    """One replica of the drafter with its optimizer, on one device."""
+
+    device: torch.device
+
+    def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
+        """Forward and backward of one microbatch: adds to the gradients the gradient of the summed
+        loss. Returns ``Sums`` as a vector on ``device``, detached, without waiting for it.
+        ``batch`` may lie on any device, ``features`` lies on ``device``."""
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient tensors, in one order for all replicas; never None, the same tensors at
+        every step (zeroed in place by ``update``), so they may be registered once."""
+
+    def update(self, step: int, sums: Tensor) -> Tensor:
+        """Divide by the weight sum in ``sums`` (of all slots and drafters), clip, step, zero.
+        ``step`` is 0-based and sets the learning rate. Returns the gradient's norm before clipping,
+        on ``device``. A non-finite norm leaves weights and optimizer as they were; the count is in
+        ``state``. Given equal gradients, replicas stay equal bit for bit."""
+
+    def discard(self) -> None:
+        """Zero the gradients without a step: what a warm-up ends with."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything a resumed run needs (fp32 masters, moments, counters), on the CPU."""
+
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a step adds up. As a vector it can be summed across replicas like a gradient."""
+
+    loss: float
+    weight: float
+    tau: float
+    """Accepted drafts (the length of the right prefix), summed over blocks."""
+    blocks: float
+    correct: list[float]
+    """Right first choices at slots 1..B-1."""
+    count: list[float]
+
+    @staticmethod
+    def vector(
+        loss: Tensor, weight: Tensor, tau: Tensor, blocks: Tensor, correct: Tensor, count: Tensor
+    ) -> Tensor:
+        """f32 [4 + 2(B-1)], in the order of the fields; scalars are 0-d."""
+        head = torch.stack([t.detach().float() for t in (loss, weight, tau, blocks)])
+        return torch.cat([head, correct.detach().float(), count.detach().float()])
+
+    @classmethod
+    def read(cls, vector: Tensor) -> Sums:
+        """Waits for the device."""
+        values: list[float] = vector.tolist()
+        slots = (len(values) - 4) // 2
+        loss, weight, tau, blocks = values[:4]
+        return cls(loss, weight, tau, blocks, values[4 : 4 + slots], values[4 + slots :])
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.weight if self.weight > 0 else 0.0
+
+    @property
+    def accuracy(self) -> list[float]:
+        return [c / n if n else 0.0 for c, n in zip(self.correct, self.count, strict=True)]
+
+    @property
+    def mean_tau(self) -> float:
+        """1 + the mean accepted length of the step's blocks."""
+        return 1.0 + self.tau / self.blocks if self.blocks else 1.0
+
+
+WEIGHT_SUM = 1
+"""Index of the weight sum in the vector of ``Sums``."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step: int
+    """0-based."""
+    sums: Tensor
+    """``Sums`` over all slots and drafters, as a vector; reading it waits for the device."""
+    gradient_norm: Tensor
+    """0-d; before clipping."""
+    tokens: int
+    """Context tokens of all slots."""
+    telemetry: dict[str, float] = field(default_factory=dict)
+    """Fields of ``telemetry.StepLine`` that the executor knows: target_idle, drafter_idle,
+    queue_depth, recompiles, lock_waits, lock_wait_s."""
+
+
+EventSink = Callable[..., None]
+"""``RunWriter.event``: (name, **detail)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an executor needs. The factories build a stage on a device, from scratch, by config."""
+
+    batches: Batches
+    make_target: Callable[[torch.device], TargetStage]
+    make_drafter: Callable[[torch.device], DrafterStage]
+    event: EventSink
+
+
+class Executor(Protocol):
+    def start(self) -> None:
+        """Build the stages and warm every shape up, with ``compiling``/``compiled`` events."""
+
+    def step(self, index: int) -> StepResult:
+        """One optimizer step, 0-based. Raises the first cause of a stage's failure."""
+
+    def state(self) -> dict[str, Any]:
+        """``DrafterStage.state`` of the first replica (empty on ranks that do not write)."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Into every replica; after ``start``."""
+
+    def close(self) -> None: ...
