@@ -1,0 +1,1 @@
+"""One run as one self-contained HTML page."""

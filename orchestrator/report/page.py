@@ -1,0 +1,200 @@
+"""One run as one self-contained HTML page: what it is, how it went, what was wrong with it.
+
+``render`` is pure: the verb collects the manifest, the lines and the findings, and writes the text.
+The page needs no network, no script and no font of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from orchestrator.report.plot import Chart, Mark, Series, draw, number
+from trainer.telemetry import EventLine, StepLine, compact, duration
+
+# Which events deserve a line through the plots; the rest are listed only.
+MARKED = {
+    "compiling": "compile",
+    "recompile": "compile",
+    "eager_fallback": "alarm",
+    "lock_wait": "compile",
+    "nonfinite": "alarm",
+    "checkpoint": "checkpoint",
+    "resumed": "restart",
+    "started": "restart",
+    "stopping": "alarm",
+    "failed": "alarm",
+}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that the page shows. ``summary`` has the stable keys of ``--json``."""
+
+    summary: dict[str, Any]
+    manifest: dict[str, Any] = field(default_factory=dict)
+    steps: Sequence[StepLine] = ()
+    events: Sequence[EventLine] = ()
+    findings: Sequence[dict[str, Any]] = ()
+    last_lines: Sequence[str] = ()
+
+
+def render(record: RunRecord) -> str:
+    """The page. Every string that came from a container is escaped."""
+    run_id = str(record.summary.get("run_id", "run"))
+    return _PAGE.format(
+        title=escape(run_id),
+        style=(Path(__file__).parent / "style.css").read_text(encoding="utf-8"),
+        head=_head(record),
+        findings=_findings(record.findings),
+        charts="".join(draw(chart) for chart in charts(record.steps, record.events)),
+        events=_events(record.events),
+        manifest=_table(_flatten(record.manifest)),
+        log=escape("\n".join(record.last_lines)) or "(nothing)",
+    )
+
+
+def charts(steps: Sequence[StepLine], events: Sequence[EventLine]) -> list[Chart]:
+    """Loss, acceptance, accuracy by slot, throughput, idle shares, queue, memory."""
+    marks = _marks(steps, events)
+
+    def curve(name: str, key: str) -> Series:
+        return Series(name, [(s.step, getattr(s, key)) for s in steps])
+
+    slots = max((len(s.accuracy) for s in steps), default=0)
+    shown = sorted({0, slots // 2, slots - 1}) if slots else []
+    accuracy = [
+        Series(
+            f"slot {slot + 1}",
+            [(s.step, s.accuracy[slot] if slot < len(s.accuracy) else None) for s in steps],
+        )
+        for slot in shown
+    ]
+    return [
+        Chart("Loss", "weighted cross-entropy", [curve("loss", "loss")], marks),
+        Chart("Estimated acceptance length", "tokens a block", [curve("tau", "tau")], marks),
+        Chart("Accuracy", "share right, by slot", accuracy, marks, from_zero=True),
+        Chart(
+            "Throughput",
+            "context tokens a second",
+            [curve("tok/s", "tokens_per_s")],
+            marks,
+            compact,
+            from_zero=True,
+        ),
+        Chart(
+            "Idle",
+            "share of the interval",
+            [curve("target", "target_idle"), curve("drafter", "drafter_idle")],
+            marks,
+            lambda v: f"{v:.0%}",
+            from_zero=True,
+        ),
+        Chart("Queue", "filled slots", [curve("queue", "queue_depth")], marks, from_zero=True),
+        Chart(
+            "Memory", "GB, fullest device", [curve("memory", "memory_gb")], marks, from_zero=True
+        ),
+    ]
+
+
+def _marks(steps: Sequence[StepLine], events: Sequence[EventLine]) -> list[Mark]:
+    """Events carry a time and the plots a step: the last step done at that time places them."""
+    times = [s.time for s in steps]
+    marks = []
+    for event in events:
+        kind = MARKED.get(event.event)
+        if kind is None or not steps:
+            continue
+        at = max(0, bisect_right(times, event.time) - 1)
+        marks.append(Mark(steps[at].step, kind, f"{event.event} {_detail(event.detail)}".strip()))
+    return marks
+
+
+def _head(record: RunRecord) -> str:
+    last = record.steps[-1] if record.steps else None
+    facts: list[tuple[str, str]] = [
+        ("state", str(record.summary.get("state", "unknown"))),
+        ("host", f"{record.summary.get('host', '?')} / {record.summary.get('ct', '?')}"),
+    ]
+    if last is not None:
+        facts += [
+            ("step", f"{last.step} of {last.steps}"),
+            ("loss", "not finite" if last.loss is None else f"{last.loss:.4f}"),
+            ("tau", "–" if last.tau is None else f"{last.tau:.2f}"),
+            ("tok/s", "–" if last.tokens_per_s is None else compact(last.tokens_per_s)),
+            ("tokens", number(float(last.tokens))),
+            ("took", duration(last.time - record.steps[0].time)),
+        ]
+    return "".join(f"<dl><dt>{k}</dt><dd>{escape(v)}</dd></dl>" for k, v in facts)
+
+
+def _findings(findings: Sequence[dict[str, Any]]) -> str:
+    if not findings:
+        return '<p class="good">Nothing is wrong with this run.</p>'
+    return "".join(_finding(f) for f in findings)
+
+
+def _finding(finding: dict[str, Any]) -> str:
+    evidence = "\n".join(
+        f"{e.get('source', '')}:{e.get('line', '')}  {e.get('text', '')}"
+        for e in finding.get("evidence", ())
+    )
+    return (
+        f'<article class="finding {escape(str(finding.get("severity", "")))}">'
+        f"<h3><code>{escape(str(finding.get('code', '')))}</code> "
+        f"{escape(str(finding.get('title', '')))}</h3>"
+        f"<pre>{escape(evidence)}</pre><p>{escape(str(finding.get('remedy', '')))}</p></article>"
+    )
+
+
+def _events(events: Sequence[EventLine]) -> str:
+    rows = "".join(
+        f"<tr><td>{_clock(e.time)}</td><td>{escape(e.event)}</td>"
+        f"<td>{escape(_detail(e.detail))}</td></tr>"
+        for e in events
+    )
+    return f"<table>{rows}</table>" if rows else '<p class="none">none</p>'
+
+
+def _detail(detail: dict[str, Any], limit: int = 160) -> str:
+    text = ", ".join(f"{k} {v}" for k, v in detail.items())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _flatten(data: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in data.items():
+        if isinstance(value, dict):
+            rows += _flatten(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", str(value)))
+    return rows
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    body = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in rows)
+    return f"<table>{body}</table>" if body else '<p class="none">none</p>'
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>{style}</style></head><body>
+<h1>{title}</h1><div class="facts">{head}</div>
+<h2>Findings</h2>{findings}
+<h2>Curves</h2>
+<p class="none">Dashed lines: compile, checkpoint, restart, alarm. Hover for what.</p>
+<div class="charts">{charts}</div>
+<h2>Events</h2>{events}
+<h2>Last lines</h2><pre>{log}</pre>
+<h2>Manifest</h2>{manifest}
+</body></html>
+"""
