@@ -1,0 +1,214 @@
+"""The wire contract between the laptop and the agent.
+
+The door
+========
+The laptop runs ``<python> -I -S -c LOADER`` (``orchestrator.agent.loader.argv``) inside the
+container through one ``pct exec``, or over plain ssh on a host, and writes one header line to its
+standard input::
+
+    <hash> <length> <workdir>\\n
+
+``hash`` is the bundle's sha256 in hex, ``length`` the number of bytes of the bundle (a zipapp) that
+follow, 0 when the laptop believes the program is there already; ``workdir`` is the rest of the line
+(any bytes but newline). Frames follow at once: the laptop need not wait for anything.
+
+The agent's standard output begins with whatever a noisy login shell printed, then one of
+
+* ``\\x00DFLASH1\\n``: frames follow;
+* ``\\x00DFLASH0 <word> <text>\\n``: the program cannot run; nothing follows. ``word`` is ``json``
+  (python3-minimal: ``apt install python3``, or name another interpreter) or ``python`` (older than
+  3.10); ``text`` is Python's version and path.
+
+Program absent (``length`` 0): the loader writes the magic and the frame ``{"id": 0, "ok": false,
+"error": {"kind": "agent.absent", …}}``, skips every frame that was sent on trust, and waits for 8
+bytes ``ff`` (``RESYNC``) followed by a new header line, now with the bundle; then it goes on as
+above (the magic is not repeated) and the laptop sends its requests again. One round trip, no second
+``pct``. Bundle damaged on its way: the same frame with kind ``agent.corrupt``, and the loader ends.
+Work folder not writable or full: the program runs from a private folder in /dev/shm or /tmp;
+``hello`` says so in ``stored``.
+
+Frames
+======
+``>II`` (length of JSON, length of payload), the JSON in ASCII (names that are not UTF-8 travel as
+``surrogateescape`` code points, ``\\udcff``), the raw payload. JSON ≤ 8 MiB, payload ≤ 1 MiB. A
+frame beyond these limits, or JSON that is not an object with an ``id``, ends the agent with an
+error frame of kind ``protocol`` and id 0.
+
+First frame, unasked: ``{"id": 0, "hello": {version, python, hostname, pid, boot_id, time, libtmux,
+tmux, uid, workdir, stored, platform}}``; ``version`` is the bundle's hash, ``time`` the container's
+clock in seconds, ``tmux`` its path or null, ``stored`` "workdir" or "temporary".
+
+Request: ``{"id": n, "op": …, …}``, n ≥ 1, unused on this channel. Any number may be in flight; each
+runs in its own thread. Two fields order them without waiting on the laptop:
+
+* ``"after": [ids]``: start when these ended well; if one failed, fail with kind ``dependency``
+  (detail ``{"id", "kind"}``).
+* ``{"id": n, "cancel": true}``: end that request. It answers as it would at its end or with kind
+  ``cancelled``. Cancelling what has ended is no error.
+
+Input: a request with ``"more": true`` is followed by frames ``{"id": n, "more": true}`` + payload
+and a last ``{"id": n}`` (+ payload). The first frame may carry payload too. The agent reports what
+it has consumed, ``{"id": n, "more": true, "ack": total bytes}``; the laptop keeps at most
+``WINDOW`` bytes unacknowledged a request, otherwise ``protocol``.
+
+Reply: any number of ``{"id": n, "more": true, …}`` + payload, then one of ``{"id": n, "ok": true,
+"result": {…}}`` or ``{"id": n, "ok": false, "error": {"kind", "message", "detail"}}``.
+
+The agent ends (0) at the end of its input and stops everything except supervisors. Pings are
+answered by the reading thread, also while everything else is busy.
+
+Error kinds
+===========
+agent.absent agent.corrupt · protocol · op.unknown · request.invalid (a field is missing or of the
+wrong type) · cancelled · dependency · timeout · internal (detail: traceback) · os (detail: errno,
+name, path) · disk.full · disk.readonly (detail: path) · file.not_found (detail: path) ·
+release.manifest (hostile or malformed; detail: line, path) · release.missing (detail: indices) ·
+release.corrupt (a blob did not verify; detail: digest) · release.not_found · release.in_use ·
+run.not_found · run.conflict (same run id, other command) · run.busy (double launch; detail: runs) ·
+run.not_started (detail: pane, log, exit) · tmux.missing · tmux.failed (detail: stderr) ·
+pull.changed (file changed meanwhile) · lease.held (detail: leases)
+
+Operations (fields → frames → result)
+=====================================
+``ping`` {} → {"time"}
+
+Releases
+--------
+Manifest: ASCII JSON lines, sorted by path bytes, each ended by ``\\n``: ``["f", path, sha256 hex,
+size, 0|1 executable]`` · ``["l", path, link target]`` · ``["d", path]`` (folders that would
+otherwise be absent: the empty ones). Paths relative, ``/``-separated, no ``.``, ``..``, empty or
+NUL parts, none twice, none below a file or link. A release's id is the first 16 hex digits of the
+manifest's sha256, with ``-2``, ``-3`` … appended when a job altered the tree of that name.
+
+``release.begin`` {} + manifest as input → {"release": id, "present": bool, "missing": [line
+    indices, from 0, first of each content], "bytes"} ``present``: this release is there, whole;
+    commit is then immediate. Also cleans what dead pushes left.
+``release.blobs`` {"blobs": [[sha256, size], …], "encoding": "raw"|"zlib"} + their bytes, one after
+    the other, as input → {"stored": n, "bytes"}. Each is verified; the good ones stay if the push
+    is cut, so a retry sends only the rest. Independent of begin: usable on any channel.
+``release.commit`` {"begin": id of the begin on this channel, "meta": {any}} → {"release": id,
+    "path", "existing": bool, "files", "bytes"}. Copies, verifies, fsyncs, one rename.
+``release.list`` {} → {"releases": [{"release", "created", "files", "bytes", "manifest", "meta",
+"runs": [run ids]}]}
+``release.prune`` {"keep": n = 5} → {"removed": [ids], "blobs": n, "bytes"}. Never one that a live
+    run uses, nor one of the newest ``keep``.
+``release.manifest`` {"release"} → frames with payload → {"release", "bytes"}
+
+Runs
+----
+``run.start`` {"run_id", "command": [argv], "name"?, "release"? | "release_from"? (id of a commit
+    request in flight; implies after), "cwd"? (absolute, or relative to the release; default the
+    release, else workdir), "env": {}, "secrets": {} (never written to a record nor to an argv),
+    "gpus": [], "meta": {} (kept in run.json as it is: who, git, environment, predecessor …),
+    "log_link"?, "restart": {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60,
+    "log_bytes": 268435456, "log_files": 8, "force": false} + payload: the dirty diff → {"run_id",
+    "state", "already": bool, "session", "run_dir", "log", "release", "supervisor": {pid, start,
+    boot_id, child, …}, "attach": [argv]} The same run id again gives the same answer with already
+    true, never a second process. Refused with ``run.busy`` while another run lives here with the
+    same name or one of the same GPUs, unless ``force``.
+``run.list`` {"limit"?: n, "live"?: bool, "lines"?: 0} → {"runs": [summary, newest first], "time"}
+``run.status`` {"run_id"? (default the newest), "lines": 10, "stall_s"?: s} → summary + {"record":
+    run.json, "exit": exit.json|null, "processes": [{pid, ppid, command, state, rss_mb}]} Summary:
+    run_id, name, state (starting compiling training stalled finished failed stopped), reason,
+    stopping, created, started, ended, exit_code, signal, attempt, attempts, step, steps, loss, tau,
+    tokens_per_s, eta_s, epoch, phase (last event), gpus, command, release, who, host (container's),
+    session, alive (supervisor), rebooted, boot_id, idle_s (since the last line), stall_after_s,
+    last_lines, log_bytes, lost_bytes, heartbeat_s (age), predecessor, metrics_time, run_dir
+``run.stop`` {"run_id", "grace_s"?: (the run's own), "who"?} → frames {"more": true, "signal":
+    "INT"|"TERM"|"KILL", "left": n} → {"state", "exit_code", "signal", "already": bool, "killed":
+    [pids], "last_lines"}
+``run.attach`` {"run_id"} → {"session", "socket", "tmux", "argv", "alive": bool (session there),
+"log"}
+``run.remove`` {"run_id"} → {} (ended runs only)
+
+Reading
+-------
+``tail`` {"run_id"?, "files": ["train.log"] (relative to the run, or absolute without one),
+    "cursors"?: [cursor|null per file], "lines"?: n, "since"?: seconds of the container's clock,
+    "follow": true} → frames {"more": true, "file": index, "cursor": {…}} + whole lines (pieces end
+    after ``\\n`` or ``\\r``; ≤ 256 KiB) → {"reason": "ended"|"eof", "cursors": [...]} Start: the
+    cursor, else the last ``lines`` lines, else ``since``, else the start of the oldest rotated
+    file. ``cursor`` is to be handed back as it came: {"file", "dev", "inode", "offset", "head"}; it
+    is the position after the frame's bytes. Frames without payload tell {"notice":
+    "rotated"|"truncated"|"gap"|"waiting"|"state", "file", …}; ``gap`` (bytes unknown) means that
+    what the cursor pointed at is gone. ``state`` {"state", "attempt"} tells changes of the run.
+    With ``follow`` a run's tail ends after the run has: all read, an unfinished last line flushed.
+    A plain file's ends by cancel.
+``exec`` {"command": [argv], "cwd"?, "env"?: {}, "timeout_s"?, "stdin"?: bool} (+ input, with
+    ``more``) → frames {"stream": "stdout"|"stderr"} + payload → {"exit_code": int|null, "signal":
+    int|null, "timed_out": bool}. Cancel ends the process group (TERM, 2 s, KILL).
+``pull.list`` {"path" (absolute) | "run_id" + "path"? (relative), "hash": false} → frames + payload
+    of JSON lines ``["f", path, size, mtime_ns, mode, sha256|null]`` ``["l", path, target]`` ``["d",
+    path]`` → {"root", "files", "bytes"}. ``root`` itself is path ``""`` when it is a file.
+``pull.read`` {"path" | "run_id" + "path", "offset": 0, "expect"?: {"size", "mtime_ns"}} → frames
+    {"offset"} + payload → {"size", "sha256" (of the whole file), "mtime_ns", "mode"}
+``pull.last_checkpoint`` {"run_id"} → {"path"|null, "step"|null, "checkpoints": [paths, oldest
+first]}
+
+Looking
+-------
+``preflight`` {"python", "modules": [names], "gpus": [], "release_bytes"?} → {"checks": {name:
+    {"ok": bool, "seconds", "value": {…} | "error"}}} names: python, modules, tmux, disk, shm,
+    limits, memory, locale, clock, gpu, cpu, workdir, runs
+``probe`` {"names"?: [] (default all of this side), "run_id"?, "side": "container"|"host", "ct"?,
+    "python"?, "pve_root"?, "timeout_s": 3} → frames {"probe": name, "ok", "text", "seconds",
+    "error"?} as they come → {"probes": {name: {…}}}; names are those of ``PROBES`` below. Each has
+    its own time limit and cannot fail the others.
+``gpu.processes`` {} → {"gpus": [{index, uuid, name, memory_used_mb, memory_total_mb, utilization,
+    pids: []}], "processes": [{pid, gpu_uuid, memory_mb, command, ct}], "error"?}; on a host ``ct``
+    is the container of the PID (by its cgroup) or null
+``stacks`` {"run_id", "timeout_s": 10} → {"stacks": [{pid, command, text, error?}], "path"}
+
+Hosts
+-----
+``ct.list`` {"pve_root"?} → {"containers": [{ct, name, status, lock, config: {…}}]}; ``ct.status``
+{"ct"} → one of these, with ``frozen``.
+``lease.acquire`` {"gpus": [uuids], "run_id", "ct", "owner": {user, laptop, …}, "force"?: bool} →
+    {"leases": […], "taken_over": [stale leases]} or ``lease.held``; all or none
+``lease.release`` {"run_id"} → {"released": [uuids]}
+``lease.list`` {} → {"leases": [{gpu, run_id, ct, owner, created, stale: bool, why}]}
+``audit`` {"who", "action", "result", …} → {}
+"""
+
+from __future__ import annotations
+
+MAGIC = b"\x00DFLASH1\n"
+REFUSAL = b"\x00DFLASH0 "
+RESYNC = b"\xff" * 8
+
+JSON_LIMIT = 8 << 20
+PAYLOAD_LIMIT = 1 << 20
+WINDOW = 16 << 20
+"""Bytes of input that one request may have unacknowledged: 100 ms × 160 MB/s."""
+
+TAIL_PIECE = 256 << 10
+
+CONTAINER_PROBES = (
+    *("now", "date", "boot_id", "uptime", "nvidia_smi", "nvidia_smi_L", "nvidia_smi_q"),
+    *("nvidia_smi_topo", "ls_dev", "proc_driver", "df", "inodes", "mounts", "shm", "tmux", "ps"),
+    *("memory_events", "cgroup_events", "memory", "free", "nproc", "loadavg", "ulimits"),
+    *("ulimit_l", "locale", "env", "which", "ip_addr", "dmesg", "exit_record"),
+    *("last_log_write", "pip_list", "pip_check"),
+)
+HOST_PROBES = (
+    *("date", "host_dmesg", "host_nvidia_smi_L", "host_compute_apps", "host_cgroup"),
+    *("host_proc_devices", "host_proc_driver", "host_lsmod", "host_dkms", "host_journal"),
+    *("pct_list", "pct_status", "pct_config", "tasks", "cluster", "ps_host", "systemctl_host"),
+    *("cgroup_events", "host_ls_dev"),
+)
+"""Text by name, as ``diag`` reads them: what the command of that name would print."""
+
+PROBES = {"container": CONTAINER_PROBES, "host": HOST_PROBES}
+
+
+class AgentError(Exception):
+    """A request's failure as it travels: one of the kinds above, words for a person, details."""
+
+    def __init__(self, kind: str, message: str, **detail: object) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.detail = detail
+
+    def as_dict(self) -> dict[str, object]:
+        return {"kind": self.kind, "message": self.message, "detail": self.detail}

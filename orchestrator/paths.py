@@ -1,0 +1,150 @@
+"""Every path on both sides, one class a side.
+
+Remote paths are plain strings joined with ``/``: they may hold any byte (``surrogateescape``), and
+the agent, which shares this module, starts some 10 ms sooner without ``pathlib``. Laptop paths are
+``pathlib.Path``.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEFAULT_WORKDIR = "/workspace"
+"""Where a container's work lies unless its inventory entry says otherwise."""
+
+HOST_WORKDIR = "/var/lib"
+"""The agent's workdir on a Proxmox host, so that everything there is under /var/lib/dflashctl."""
+
+FOLDER = "dflashctl"
+
+
+class ContainerPaths:
+    """The tree under ``<workdir>/dflashctl``, mode 0700. The agent on a host uses the same one."""
+
+    def __init__(self, workdir: str = DEFAULT_WORKDIR) -> None:
+        self.workdir = workdir
+        self.root = posixpath.join(workdir, FOLDER)
+        self.agent = posixpath.join(self.root, "agent")
+        """``<hash>.pyz`` as it came, ``<hash>-<cache tag>.pyz`` compiled for one Python."""
+        self.blobs = posixpath.join(self.root, "blobs")
+        self.releases = posixpath.join(self.root, "releases")
+        self.runs = posixpath.join(self.root, "runs")
+        self.lock = posixpath.join(self.root, "lock")
+        """flock: held shared while a run starts, exclusively while something is pruned."""
+
+    def agent_program(self, digest: str) -> str:
+        return posixpath.join(self.agent, f"{digest}.pyz")
+
+    def blob(self, digest: str) -> str:
+        return posixpath.join(self.blobs, digest[:2], digest)
+
+    def release(self, release_id: str) -> str:
+        """The code of one release: an immutable tree."""
+        return posixpath.join(self.releases, release_id)
+
+    def release_record(self, release_id: str) -> str:
+        """What is known of it: manifest hash, time, size. Beside the tree, never in it."""
+        return posixpath.join(self.releases, f"{release_id}.json")
+
+    def release_manifest(self, release_id: str) -> str:
+        return posixpath.join(self.releases, f"{release_id}.manifest")
+
+    def run(self, run_id: str) -> RunPaths:
+        return RunPaths(posixpath.join(self.runs, run_id))
+
+
+class RunPaths:
+    """One run's folder in the container."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.run_id = posixpath.basename(root)
+        self.record = posixpath.join(root, "run.json")
+        """Who, when, release, git commit, command, cwd, names of environment variables, GPUs."""
+        self.start = posixpath.join(root, "start.json")
+        """What the supervisor needs to start the command, values of variables too; 0600."""
+        self.secrets = posixpath.join(root, ".secrets")
+        """Read once by the supervisor, then removed."""
+        self.dirty_diff = posixpath.join(root, "dirty.diff")
+        self.supervisor = posixpath.join(root, "supervisor.json")
+        self.supervisor_log = posixpath.join(root, "supervisor.log")
+        """The supervisor's own words: restarts, lost bytes, signals, its traceback if it fails."""
+        self.heartbeat = posixpath.join(root, "heartbeat.json")
+        self.stop = posixpath.join(root, "stop.json")
+        """A request to stop: who, when, grace."""
+        self.exit = posixpath.join(root, "exit.json")
+        self.log = posixpath.join(root, "train.log")
+        self.log_index = posixpath.join(root, "train.log.index")
+        """One line for each second with output: time, inode, offset of the next line."""
+        self.metrics = posixpath.join(root, "metrics.jsonl")
+        self.events = posixpath.join(root, "events.jsonl")
+        self.environment = posixpath.join(root, "environment.json")
+        self.stacks = posixpath.join(root, "stacks")
+        self.checkpoints = posixpath.join(root, "checkpoints")
+
+    def rotated_log(self, number: int) -> str:
+        """``train.log.1`` is the newest of the rotated ones."""
+        return f"{self.log}.{number}"
+
+
+class HostPaths(ContainerPaths):
+    """The same tree on a Proxmox host, with what only a host holds."""
+
+    def __init__(self, workdir: str = HOST_WORKDIR) -> None:
+        super().__init__(workdir)
+        self.leases = posixpath.join(self.root, "leases")
+        self.audit = posixpath.join(self.root, "audit.log")
+        """One JSON line for each changing action: who, when, what, result; 0600."""
+
+    def lease(self, gpu_uuid: str) -> str:
+        return posixpath.join(self.leases, f"{gpu_uuid}.json")
+
+
+class LaptopPaths:
+    """Configuration, state and cache of one person, by the XDG habits.
+
+    ``environment`` stands for ``os.environ`` (tests give their own).
+    """
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        from pathlib import Path
+
+        variables = dict(os.environ) if environment is None else environment
+        home = Path(variables.get("HOME") or Path.home())
+
+        def base(variable: str, default: str) -> Path:
+            value = variables.get(variable, "")
+            # The XDG rule: a relative value is to be ignored.
+            return Path(value) if value.startswith("/") else home / default
+
+        self.config = base("XDG_CONFIG_HOME", ".config") / FOLDER
+        self.state = base("XDG_STATE_HOME", ".local/state") / FOLDER
+        """Mode 0700, files 0600: the newest run, cursors."""
+        self.cache = base("XDG_CACHE_HOME", ".cache") / FOLDER
+        """May be removed at any time."""
+        chosen = variables.get("DFLASHCTL_INVENTORY", "")
+        self.inventory = Path(chosen) if chosen else self.config / "inventory.yaml"
+        """A file or a folder; ``$DFLASHCTL_INVENTORY`` overrides it."""
+        self.inventory_folder = self.config / "inventory.d"
+        self.playbooks = self.config / "playbooks"
+        self.newest_run = self.state / "newest-run.json"
+        self.runs = self.state / "runs"
+        self.known_agents = self.cache / "agents.json"
+        """Which agent hash each container is believed to hold."""
+        self.digests = self.cache / "digests.json"
+        """sha256 of local files by path, size, mtime and inode."""
+        self.bundles = self.cache / "bundles"
+        """Agent zipapps by content hash."""
+
+    def run(self, run_id: str) -> Path:
+        """What is remembered of one run (its target)."""
+        return self.runs / f"{run_id}.json"
+
+    def cursor(self, run_id: str) -> Path:
+        """How far its log was read."""
+        return self.state / "cursors" / f"{run_id}.json"
