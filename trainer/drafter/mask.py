@@ -1,0 +1,210 @@
+"""What a slot may see: two intervals of keys, and nothing else.
+
+Keys of a row are its S context tokens followed by its N·B block slots. A slot of block j, at offset
+k from anchor a_j of a document that starts at s_j, sees
+
+    context  [s_j, a_j)                 strictly before the anchor, in the same document
+    own      block j's slots            all of them: both directions, as at decoding
+             sliding layers: offsets up to k only, and no key more than W-1 positions back
+
+Nothing of other blocks. Because every visible set is two intervals, flex_attention's tiles follow
+from the intervals' ends alone: (b, queries, key tiles) comparisons instead of a dense
+(b, queries, keys) mask, which took others 24 ms a call. Anchors must be sorted for the tiles to be
+few; the result is right in any order.
+
+b = rows, S = context length, N = blocks a row, B = block size, Q = N·B queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+TILE = 128
+"""Queries and keys of one tile of flex_attention (its kernels' own default)."""
+
+
+class Visible(NamedTuple):
+    """Per query two half-open intervals of key indices; i32 [b, Q] each."""
+
+    context_low: Tensor
+    context_high: Tensor
+    own_low: Tensor
+    own_high: Tensor
+
+
+class Masks(NamedTuple):
+    """What ``Drafter.forward`` takes: a dense bool [b, 1, Q, S+Q] or a BlockMask for each kind."""
+
+    full: Tensor | BlockMask | None
+    sliding: Tensor | BlockMask | None
+
+
+def visible(
+    anchors: Tensor,
+    anchor_valid: Tensor,
+    position: Tensor,
+    block_size: int,
+    window: int | None = None,
+) -> Visible:
+    """The intervals of every query.
+
+    ``anchors`` i64 [b, N] are row positions, ``anchor_valid`` bool [b, N], ``position`` i64 [b, S]
+    restarts at 0 in each document. ``window`` null is a full layer. An invalid block sees itself
+    only: its output is finite, unused, and reads no context.
+    """
+    (rows, blocks), length = anchors.shape, position.shape[1]
+    start = anchors - position.gather(1, anchors)
+    high = torch.where(anchor_valid, anchors, 0)
+    low = torch.where(anchor_valid, start, 0)
+    offset = torch.arange(block_size, device=anchors.device)
+    first = length + torch.arange(blocks, device=anchors.device)[:, None] * block_size
+    zero = torch.zeros_like(offset)
+    context_low = low[:, :, None] + zero
+    context_high = high[:, :, None] + zero
+    own_low = first + zero
+    own_high = first + block_size + zero
+    if window is not None:
+        # The window counts the slot itself, hence W-1 further keys.
+        reach = anchors[:, :, None] + offset - (window - 1)
+        context_low = torch.minimum(torch.maximum(context_low, reach), context_high)
+        own_low = first + (offset - (window - 1)).clamp(min=0)
+        own_high = first + offset + 1
+    return Visible(
+        context_low.reshape(rows, -1).int(),
+        context_high.reshape(rows, -1).int(),
+        own_low.expand(rows, -1, -1).reshape(rows, -1).int(),
+        own_high.expand(rows, -1, -1).reshape(rows, -1).int(),
+    )
+
+
+def dense(seen: Visible, length: int) -> Tensor:
+    """bool [b, 1, Q, S+Q]: the reference, and the mask for ``scaled_dot_product_attention``."""
+    queries = seen.own_low.shape[1]
+    key = torch.arange(length + queries, device=seen.own_low.device, dtype=torch.int32)
+    low, high, own_low, own_high = (bound[:, :, None] for bound in seen)
+    return (((key >= low) & (key < high)) | ((key >= own_low) & (key < own_high)))[:, None]
+
+
+def tiles(seen: Visible, length: int, tile: int = TILE) -> tuple[Tensor, Tensor]:
+    """Which key tiles a query tile needs: bool (some, all) [b, ⌈Q/tile⌉, ⌈(S+Q)/tile⌉].
+
+    ``some``: at least one visible pair. ``all``: every pair is visible (tiles beyond the last query
+    or key are never ``all``). Pure tensor arithmetic of fixed shapes: compile it.
+    """
+    rows, queries = seen.own_low.shape
+    keys = length + queries
+    low, high, own_low, own_high = (bound[:, :, None] for bound in seen)
+    begin = torch.arange(0, keys, tile, device=low.device, dtype=torch.int32)
+    end = begin + tile
+    covered = (torch.minimum(high, end) - torch.maximum(low, begin)).clamp(min=0)
+    covered = covered + (torch.minimum(own_high, end) - torch.maximum(own_low, begin)).clamp(min=0)
+    padding = -queries % tile
+    covered = torch.nn.functional.pad(covered, (0, 0, 0, padding))
+    covered = covered.view(rows, -1, tile, begin.numel())
+    return (covered > 0).any(2), (covered == tile).all(2)
+
+
+class TileLists(NamedTuple):
+    """A block mask as flex_attention's kernels read it, both ways round; all i32.
+
+    ``q_*`` lists, for each query tile, the key tiles to visit; ``k_*`` the transpose. ``part_*``
+    need the mask inside, ``full_*`` do not.
+    """
+
+    q_part_count: Tensor
+    q_part: Tensor
+    q_full_count: Tensor
+    q_full: Tensor
+    k_part_count: Tensor
+    k_part: Tensor
+    k_full_count: Tensor
+    k_full: Tensor
+
+
+def tile_lists(seen: Visible, length: int, tile: int = TILE) -> TileLists:
+    """From intervals to the lists of tiles, [b, 1, tiles] counts and [b, 1, tiles, tiles] indices.
+
+    This is the function to compile: fixed shapes, integers only, no data-dependent control.
+    """
+    some, every = tiles(seen, length, tile)
+    part = some & ~every
+    return TileLists(
+        *_ordered(part),
+        *_ordered(every),
+        *_ordered(part.transpose(1, 2)),
+        *_ordered(every.transpose(1, 2)),
+    )
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts, and the chosen columns first, in rising order (a stable sort keeps it)."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1).int()[:, None], order.int()[:, None]
+
+
+def block_mask(seen: Visible, length: int, lists: TileLists, tile: int = TILE) -> BlockMask:
+    """The BlockMask of ``lists``, whose partial tiles are decided by the intervals."""
+    low, high, own_low, own_high = seen
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        context = (kv >= low[b, q]) & (kv < high[b, q])
+        own = (kv >= own_low[b, q]) & (kv < own_high[b, q])
+        return context | own
+
+    queries = own_low.shape[1]
+    return BlockMask(
+        seq_lengths=(queries, length + queries),
+        kv_num_blocks=lists.q_part_count,
+        kv_indices=lists.q_part,
+        full_kv_num_blocks=lists.q_full_count,
+        full_kv_indices=lists.q_full,
+        q_num_blocks=lists.k_part_count,
+        q_indices=lists.k_part,
+        full_q_num_blocks=lists.k_full_count,
+        full_q_indices=lists.k_full,
+        BLOCK_SIZE=(tile, tile),
+        mask_mod=mask_mod,
+    )
+
+
+ListTiles = Callable[[Visible, int], TileLists]
+
+
+class MaskBuilder:
+    """Masks for batches of one shape.
+
+    ``list_tiles`` is ``tile_lists``, compiled or not; null builds dense masks (for a CPU, where
+    flex_attention has no backward).
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        full: bool,
+        window: int | None,
+        list_tiles: ListTiles | None = None,
+    ) -> None:
+        """``full``: some layer is full. ``window``: the sliding layers' window, null if none is."""
+        self.block_size = block_size
+        self.full = full
+        self.window = window
+        self.list_tiles = list_tiles
+
+    def __call__(self, anchors: Tensor, anchor_valid: Tensor, position: Tensor) -> Masks:
+        def one(window: int | None) -> Tensor | BlockMask:
+            seen = visible(anchors, anchor_valid, position, self.block_size, window)
+            length = position.shape[1]
+            if self.list_tiles is None:
+                return dense(seen, length)
+            return block_mask(seen, length, self.list_tiles(seen, length))
+
+        return Masks(
+            full=one(None) if self.full else None,
+            sliding=one(self.window) if self.window is not None else None,
+        )

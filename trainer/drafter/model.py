@@ -1,0 +1,254 @@
+"""The drafter: Qwen3-style layers whose queries are block slots and whose keys are context + block.
+
+One training step, b rows of S context tokens and N blocks of B slots (Q = N·B):
+
+    features [b, S, K·H] ─ fc, hidden_norm ─→ context hidden [b, S, H]        (once, for all layers)
+                                              └─ k_proj, v_proj of every layer, one product
+    slot embeddings [b, Q, H] ─ layers: q, k, v of the slots; keys = [context ; slots] ─→ [b, Q, H]
+
+Parameter names are the published ones. The embedding and the output head are the frozen target's:
+they are passed to the objective and to decoding and are never part of the state dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from trainer.drafter import dflash2
+from trainer.drafter.config import SLIDING, DrafterConfig
+from trainer.drafter.mask import Masks
+
+
+class RMSNorm(nn.Module):
+    """Scale by the root mean square of the last axis, reckoned in fp32, times a learned weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Rotation(NamedTuple):
+    """cos and sin, f32 [b, L, head_dim / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(position: Tensor, head_dim: int, theta: float) -> Rotation:
+    """Neox-style RoPE angles of i64 positions [b, L], over the full head."""
+    exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32) / head_dim
+    angle = position[..., None].float() * (1.0 / theta**exponent)
+    return Rotation(angle.cos(), angle.sin())
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """``x`` [b, L, heads, head_dim]: the first half of a head pairs with the second."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = by.cos[:, :, None], by.sin[:, :, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+class KeyValue(NamedTuple):
+    """Keys (normed and rotated) and values of one layer: [b, kv_heads, L, head_dim]."""
+
+    key: Tensor
+    value: Tensor
+
+    def followed_by(self, other: KeyValue) -> KeyValue:
+        return KeyValue(
+            torch.cat((self.key, other.key), dim=2), torch.cat((self.value, other.value), dim=2)
+        )
+
+    def first(self, length: int) -> KeyValue:
+        return KeyValue(self.key[:, :, :length], self.value[:, :, :length])
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.kv_heads = config.num_kv_heads
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, width, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, context: KeyValue, by: Rotation, mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        """``x`` [b, Q, H] → [b, Q, H]. ``mask`` null: every key is visible (decoding)."""
+        rows, slots, _ = x.shape
+        fused = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+        width = self.kv_heads * self.head_dim
+        q, k, v = F.linear(x, fused).split((self.q_proj.out_features, width, width), dim=-1)
+        query = rotate(self.q_norm(q.view(rows, slots, -1, self.head_dim)), by).transpose(1, 2)
+        keys = context.followed_by(self.keys(k, v, by))
+        out = attend(query, keys, mask).transpose(1, 2).reshape(rows, slots, -1)
+        return self.o_proj(out)
+
+    def keys(self, k: Tensor, v: Tensor, by: Rotation) -> KeyValue:
+        """Projections [b, L, kv_heads·head_dim] as what attention reads."""
+        rows, length, _ = k.shape
+        shape = (rows, length, self.kv_heads, self.head_dim)
+        key = rotate(self.k_norm(k.view(shape)), by)
+        return KeyValue(key.transpose(1, 2), v.view(shape).transpose(1, 2))
+
+
+def attend(query: Tensor, keys: KeyValue, mask: Tensor | BlockMask | None) -> Tensor:
+    """[b, heads, Q, head_dim]; scores are scaled by 1/√head_dim, heads share keys in groups."""
+    grouped = query.shape[1] != keys.key.shape[1]
+    if isinstance(mask, BlockMask):
+        out = flex_attention(query, keys.key, keys.value, block_mask=mask, enable_gqa=grouped)
+        assert isinstance(out, Tensor)
+        return out
+    return F.scaled_dot_product_attention(
+        query, keys.key, keys.value, attn_mask=mask, enable_gqa=grouped
+    )
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.block_size = config.block_size
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = dflash2.make_conv(config)
+        self.mlp_conv = dflash2.make_conv(config)
+
+    def forward(
+        self, x: Tensor, context: KeyValue, by: Rotation, mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        # A decoded block may be shorter than those of training: it is then one block.
+        size = min(self.block_size, x.shape[1])
+        hidden = self.input_layernorm(x)
+        if self.attention_conv is None:
+            x = x + self.self_attn(hidden, context, by, mask)
+        else:
+            hidden, after = self.attention_conv.prepare(hidden, size)
+            out = self.self_attn(hidden, context, by, mask)
+            x = x + self.attention_conv.finish(out, after, size)
+        hidden = self.post_attention_layernorm(x)
+        if self.mlp_conv is None:
+            return x + self.mlp(hidden)
+        hidden, after = self.mlp_conv.prepare(hidden, size)
+        return x + self.mlp_conv.finish(self.mlp(hidden), after, size)
+
+
+class Drafter(nn.Module):
+    """DFlash, and DFlash2 where ``config.dflash2`` is set."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector = dflash2.make_selector(config)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Matrices normal with ``initializer_range``; those that write into the residual stream
+        smaller by √(2·layers), as GPT-2 does; norms 1; DFlash2's additions at the identity."""
+        deviation = self.config.initializer_range
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                writes = name.endswith(("o_proj", "down_proj"))
+                shrink = (2 * self.config.num_layers) ** 0.5 if writes else 1.0
+                nn.init.normal_(module.weight, std=deviation / shrink)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+        for module in self.modules():
+            if isinstance(module, dflash2.GroupedDynamicCausalConv):
+                module.reset_parameters()
+            elif isinstance(module, dflash2.CandidateSelector):
+                module.reset_parameters(deviation)
+
+    def forward(
+        self,
+        features: Tensor,
+        block_embeddings: Tensor,
+        context_position: Tensor,
+        block_position: Tensor,
+        mask: Masks,
+    ) -> Tensor:
+        """Hidden states of all slots, after the final norm.
+
+        ``features`` [b, S, K·H], ``block_embeddings`` [b, Q, H], positions i64 [b, S] and [b, Q].
+        """
+        return self.decode(
+            self.context(features, context_position), block_embeddings, block_position, mask
+        )
+
+    def context(self, features: Tensor, position: Tensor) -> list[KeyValue]:
+        """Keys and values of the context for each layer; also what decoding caches.
+
+        The context's hidden states are the same for every layer, so all k and v projections are
+        one product of 2·layers·kv_heads·head_dim columns.
+        """
+        hidden = self.hidden_norm(self.fc(features))
+        attentions = [layer.self_attn for layer in cast(Iterable[Layer], self.layers)]
+        fused = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
+        parts = F.linear(hidden, fused).chunk(2 * len(attentions), dim=-1)
+        by = self.rotation(position)
+        return [
+            a.keys(k, v, by) for a, k, v in zip(attentions, parts[::2], parts[1::2], strict=True)
+        ]
+
+    def decode(
+        self, context: list[KeyValue], block_embeddings: Tensor, position: Tensor, mask: Masks
+    ) -> Tensor:
+        """The slots' hidden states [b, Q, H], after the final norm."""
+        by = self.rotation(position)
+        x = block_embeddings
+        for kind, layer, cached in zip(self.config.layer_types, self.layers, context, strict=True):
+            x = layer(x, cached, by, mask.sliding if kind == SLIDING else mask.full)
+        return self.norm(x)
+
+    def rotation(self, position: Tensor) -> Rotation:
+        return rotation(position, self.config.head_dim, self.config.rope_theta)
+
+    def slot_tokens(self, anchor_tokens: Tensor) -> Tensor:
+        """``[anchor, MASK × (B-1)]`` for each block: i64 [...] → [..., B]."""
+        filler = (*anchor_tokens.shape, self.config.block_size - 1)
+        masks = anchor_tokens.new_full(filler, self.config.mask_token_id)
+        return torch.cat((anchor_tokens[..., None], masks), dim=-1)
+
+    def embed(self, tokens: Tensor, embedding: Tensor) -> Tensor:
+        """Rows of the target's embedding matrix [V, H], scaled as the target scales them."""
+        return F.embedding(tokens, embedding) * self.config.input_embedding_scale
+
+    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """[..., H] and the target's head [V, H] → [..., V], scaled and soft-capped."""
+        scale, cap = self.config.logits_scale
+        logits = F.linear(hidden, head) * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap

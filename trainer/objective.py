@@ -1,0 +1,335 @@
+"""What a drafter learns: anchors, labels, weights, and the loss with its measures.
+
+A block starts at an anchor, whose token is known. Slot k (1..B-1) predicts the token at anchor+k;
+slot 0 is the anchor itself and predicts nothing. A slot counts if its token is supervised, in the
+anchor's document, and no slot before it failed to (a gap ends the block).
+
+    loss = Σ w_k · cross-entropy        a *sum*: the optimizer divides by the global Σ w
+    decay:  w_k = exp(-(k-1)/γ)         γ = 7, 5, 4 for blocks of 16, 10, 8
+    D-PACE: w_j = Σ_{m≥j} Π_{i≤m} q̃_i   q̃ = (1-α)·q + α, q the drafter's probability of the label,
+                                         detached; the sum runs over counted slots
+
+Everything here is a pure function of tensors. b = rows, S = context length, N = blocks a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainer.data.batch import Batch
+from trainer.drafter.config import DrafterConfig
+from trainer.drafter.dflash2 import Candidates, CandidateSelector
+from trainer.drafter.mask import Masks
+from trainer.drafter.model import Drafter
+from trainer.head_loss import HeadLoss, reference_head_loss
+
+PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+class ObjectiveConfig(BaseModel):
+    """The loss and where its labels come from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["decay", "dpace"] = "decay"
+    gamma: float | None = Field(None, gt=0)
+    """Decay length in slots; null takes the published one for the block size (7 / 5 / 4 for
+    16 / 10 / 8, and 7/16 of any other)."""
+    dpace_alpha: float = Field(0.5, ge=0, le=1)
+    labels: Literal["data", "target"] = "data"
+    """``data``: the sample's own tokens. ``target``: the target's argmax at the position before."""
+    selector_weight: float = Field(1.0, ge=0)
+    """Of the candidate selector's cross-entropy beside the head's (DFlash2 only)."""
+
+    def gamma_for(self, block_size: int) -> float:
+        if self.gamma is not None:
+            return self.gamma
+        return PUBLISHED_GAMMA.get(block_size, 7.0 * block_size / 16)
+
+
+# -- anchors: on the CPU, before anything is packed -----------------------------------------------
+
+
+def anchor_candidates(supervised: np.ndarray) -> np.ndarray:
+    """Positions of a document (bool [L]) that may start a block: supervised, and the next one too.
+
+    The last B-1 tokens are no exception: a block there is short, and so is the last block of every
+    generation.
+    """
+    return np.flatnonzero(supervised[:-1] & supervised[1:])
+
+
+def sample_anchors(
+    supervised: np.ndarray, count: int, *, seed: int, epoch: int, sample_id: int
+) -> np.ndarray:
+    """At most ``count`` anchors of one document, i64, sorted, without replacement.
+
+    A pure function of its arguments: a resumed run needs no generator state, and a validation
+    sample has the same anchors in every evaluation.
+    """
+    candidates = anchor_candidates(supervised)
+    if count >= candidates.size:
+        return candidates
+    generator = np.random.Generator(np.random.Philox(key=(seed, (epoch << 40) ^ sample_id)))
+    return np.sort(generator.choice(candidates, size=count, replace=False))
+
+
+def share_anchors(candidates: Sequence[int], blocks: int) -> list[int]:
+    """How many of a row's ``blocks`` each of its documents gets, given their candidates.
+
+    Equal shares first, what a short document cannot use goes to the others; earlier documents get
+    the remainder. No document starves because a long one shares its row.
+    """
+    shares = [0] * len(candidates)
+    left = blocks
+    while left > 0:
+        open_ = [i for i, limit in enumerate(candidates) if shares[i] < limit]
+        if not open_:
+            break
+        each = max(1, left // len(open_))
+        for i in open_[: left if each == 1 else None]:
+            taken = min(each, candidates[i] - shares[i], left)
+            shares[i] += taken
+            left -= taken
+    return shares
+
+
+# -- labels and weights ---------------------------------------------------------------------------
+
+
+class BlockLabels(NamedTuple):
+    """What the slots of every block are asked; [b, N, B-1] each, slot k at index k-1."""
+
+    tokens: Tensor
+    """i64"""
+    counted: Tensor
+    """bool: a prefix of each block."""
+
+
+def block_labels(batch: Batch, block_size: int, labels: Tensor | None = None) -> BlockLabels:
+    """``labels`` i64 [b, S] is the token wanted *at* each position; null takes the batch's own."""
+    wanted = batch.tokens if labels is None else labels
+    offset = torch.arange(1, block_size, device=wanted.device)
+    place = batch.anchors[..., None] + offset
+    inside = place < batch.length
+    place = place.clamp(max=batch.length - 1)
+
+    def at(values: Tensor) -> Tensor:
+        return values.gather(1, place.flatten(1)).view(place.shape)
+
+    same = at(batch.document) == batch.document.gather(1, batch.anchors)[..., None]
+    asked = inside & same & at(batch.supervised) & batch.anchor_valid[..., None]
+    return BlockLabels(at(wanted), asked.long().cumprod(-1).bool())
+
+
+def decay_weights(counted: Tensor, gamma: float) -> Tensor:
+    """f32, shape of ``counted`` [..., B-1]: exp(-(k-1)/γ) where counted."""
+    slot = torch.arange(counted.shape[-1], device=counted.device, dtype=torch.float32)
+    return torch.exp(-slot / gamma) * counted
+
+
+def dpace_weights(log_probability: Tensor, counted: Tensor, alpha: float) -> Tensor:
+    """f32, detached: the expected number of slots from j on that survive, given q̃. [..., B-1]"""
+    likely = (1 - alpha) * log_probability.detach().float().exp() + alpha
+    survive = torch.where(counted, likely, 1.0).cumprod(-1) * counted
+    return survive.flip(-1).cumsum(-1).flip(-1) * counted
+
+
+def accepted(right: Tensor, counted: Tensor) -> Tensor:
+    """i64 [...]: length of each block's right prefix, from bool [..., B-1]."""
+    return (right & counted).long().cumprod(-1).sum(-1)
+
+
+# -- the step -------------------------------------------------------------------------------------
+
+
+class FrozenTarget(NamedTuple):
+    """What drafter and target share; neither is trained."""
+
+    embedding: Tensor
+    """[V, H]"""
+    head: Tensor
+    """[V, H]; the same tensor where the target ties them."""
+
+
+class SelectorReport(NamedTuple):
+    """DFlash2: sums over counted slots (recalled, right) and blocks (tau); 0-d each."""
+
+    recalled: Tensor
+    """Labels among the head's top K."""
+    right: Tensor
+    """Choices that are the label, given the right predecessor."""
+    tau: Tensor
+    """Right prefix of the path the selector takes by itself."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """One microbatch; sums, so that they add up over microbatches and replicas."""
+
+    loss: Tensor
+    """0-d with gradient: Σ w · cross-entropy (plus the selector's)."""
+    weight: Tensor
+    """0-d: Σ w."""
+    tau: Tensor
+    """0-d: accepted drafts, summed over blocks."""
+    blocks: Tensor
+    """0-d: blocks with a counted slot."""
+    correct: Tensor
+    """[B-1]"""
+    count: Tensor
+    """[B-1]"""
+    selector: SelectorReport | None
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Masks], Tensor]
+"""``Drafter.forward``, compiled or not."""
+
+MakeMasks = Callable[[Tensor, Tensor, Tensor], Masks]
+"""``MaskBuilder``: (anchors, anchor_valid, position)."""
+
+
+class DrafterLoss:
+    """From a batch and its features to a loss. Holds no state of training.
+
+    ``forward`` is the drafter's forward, compiled by the caller if at all; ``head_loss`` is the
+    reference (dense fp32 logits) or the fast one of ``trainer.head_loss``.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        frozen: FrozenTarget,
+        objective: ObjectiveConfig,
+        make_masks: MakeMasks,
+        *,
+        forward: Forward | None = None,
+        head_loss: HeadLoss = reference_head_loss,
+    ) -> None:
+        self.drafter = drafter
+        self.config: DrafterConfig = drafter.config
+        self.frozen = frozen
+        self.objective = objective
+        self.make_masks = make_masks
+        self.forward = forward or drafter
+        self.head_loss = head_loss
+
+    def __call__(self, batch: Batch, features: Tensor, labels: Tensor | None = None) -> StepLoss:
+        """``batch`` and ``features`` [b, S, K·H] on the drafter's device. A batch without a valid
+        anchor gives a zero loss that still reaches every parameter."""
+        asked = block_labels(batch, self.config.block_size, labels)
+        hidden = self.hidden(batch, features)
+        blocks = hidden.unflatten(1, (-1, self.config.block_size))[:, :, 1:]
+        flat = blocks.flatten(0, 2)
+        gamma = self.objective.gamma_for(self.config.block_size)
+        head = self.head_loss(
+            flat,
+            self.frozen.head,
+            asked.tokens.flatten(),
+            lambda logp: self._weights(logp, asked.counted, gamma).flatten(),
+            needs_logp=self.objective.kind == "dpace",
+            logits_scale=self.config.logits_scale,
+        )
+        right = (head.best == asked.tokens.flatten()).view(asked.counted.shape)
+        loss, report = head.loss, None
+        selector = self.drafter.candidate_selector
+        if selector is not None:
+            extra, report = selector_loss(
+                selector, self.drafter, self.frozen, batch, blocks, asked, head.weight
+            )
+            loss = loss + self.objective.selector_weight * extra
+        return StepLoss(
+            loss=loss,
+            weight=head.weight.sum(),
+            tau=accepted(right, asked.counted).sum(),
+            blocks=asked.counted[..., 0].sum(),
+            correct=(right & asked.counted).sum((0, 1)),
+            count=asked.counted.sum((0, 1)),
+            selector=report,
+        )
+
+    def hidden(self, batch: Batch, features: Tensor) -> Tensor:
+        """The drafter's output for every slot of the batch, [b, N·B, H]."""
+        size = self.config.block_size
+        tokens = self.drafter.slot_tokens(batch.tokens.gather(1, batch.anchors))
+        embeddings = self.drafter.embed(tokens.flatten(1), self.frozen.embedding)
+        place = batch.position.gather(1, batch.anchors)[..., None]
+        place = place + torch.arange(size, device=place.device)
+        masks = self.make_masks(batch.anchors, batch.anchor_valid, batch.position)
+        return self.forward(features, embeddings, batch.position, place.flatten(1), masks)
+
+    def _weights(self, logp: Tensor | None, counted: Tensor, gamma: float) -> Tensor:
+        if self.objective.kind == "decay":
+            return decay_weights(counted, gamma)
+        assert logp is not None
+        return dpace_weights(logp.view(counted.shape), counted, self.objective.dpace_alpha)
+
+
+def selector_loss(
+    selector: CandidateSelector,
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    batch: Batch,
+    blocks: Tensor,
+    asked: BlockLabels,
+    weight: Tensor,
+) -> tuple[Tensor, SelectorReport]:
+    """Weighted K-way cross-entropy of the selector, predecessors taken from the labels.
+
+    ``blocks`` [b, N, B-1, H]; ``weight`` [b·N·(B-1)]. A label outside the head's top K takes the
+    place of the worst candidate, in the loss only. The head's logits carry no gradient here: the
+    head's own loss trains them.
+    """
+    hidden = blocks.flatten(0, 1)
+    labels, counted = asked.tokens.flatten(0, 1), asked.counted.flatten(0, 1)
+    with torch.no_grad():
+        found, label_logit = top_candidates(drafter, frozen.head, hidden, labels, selector.top_k)
+    anchor = batch.tokens.gather(1, batch.anchors).flatten()
+    before = torch.cat((anchor[:, None], labels[:, :-1]), dim=1)
+    match = found.tokens == labels[..., None]
+    recalled = match.any(-1)
+    worst = found.logits.argmin(-1, keepdim=True)
+    tokens = torch.where(
+        recalled[..., None], found.tokens, found.tokens.scatter(-1, worst, labels[..., None])
+    )
+    logits = torch.where(
+        recalled[..., None], found.logits, found.logits.scatter(-1, worst, label_logit[..., None])
+    )
+    place = (tokens == labels[..., None]).long().argmax(-1)
+    scores = selector.scores(hidden, before, Candidates(logits, tokens))
+    entropy = F.cross_entropy(scores.flatten(0, 1), place.flatten(), reduction="none")
+    with torch.no_grad():
+        free = selector.scores(hidden, before, found).argmax(-1, keepdim=True)
+        right = found.tokens.gather(-1, free)[..., 0] == labels
+        path = selector.select(hidden, anchor, found)
+        report = SelectorReport(
+            recalled=(recalled & counted).sum(),
+            right=(right & counted).sum(),
+            tau=accepted(path == labels, counted).sum(),
+        )
+    return (entropy * weight).sum(), report
+
+
+def top_candidates(
+    drafter: Drafter, head: Tensor, hidden: Tensor, labels: Tensor, top_k: int, chunk: int = 256
+) -> tuple[Candidates, Tensor]:
+    """The head's best ``top_k`` of every slot, and the labels' own logits, without keeping logits.
+
+    ``hidden`` [m, T, H], ``labels`` [m, T]; ``chunk`` blocks at a time.
+    """
+    logits, tokens, own = [], [], []
+    for some, wanted in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+        scores = drafter.logits(some, head)
+        best = scores.topk(top_k, dim=-1)
+        logits.append(best.values)
+        tokens.append(best.indices)
+        own.append(scores.gather(-1, wanted[..., None])[..., 0])
+    return Candidates(torch.cat(logits), torch.cat(tokens)), torch.cat(own)
