@@ -1,0 +1,305 @@
+"""One SSH connection to a host, with its host key checked, and every failure told as what it is.
+
+fabric carries it. Two of its habits are undone before anything is opened: it accepts any host key
+(``AutoAddPolicy``) and never reads known_hosts.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from orchestrator import host_keys, pct
+from orchestrator.errors import (
+    AuthenticationFailed,
+    ConnectionLost,
+    DflashctlError,
+    HostUnreachable,
+)
+from orchestrator.route import Route, find_route
+from orchestrator.target import HostTarget
+
+if TYPE_CHECKING:
+    import paramiko
+    from fabric import Connection
+
+CONNECT_S = 10
+# sshd's MaxSessions is 10 by default; two are left to the user's own terminals.
+CHANNELS = 8
+# `sendall` of 64 MB took 31 s: it copies the rest at each step. In these pieces it takes 1 s.
+PIECE = 128 * 1024
+# What the far side may send before we answer; one channel moves one window a round trip.
+WINDOW = 16 * 1024 * 1024
+
+
+class HostConnection:
+    """The one connection to a host that all its containers share. Opened by the first session."""
+
+    def __init__(self, host: HostTarget, *, ask: bool = False) -> None:
+        """:param ask: prompt for a password where one is needed and a person is there."""
+        self.host = host
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._channels = threading.BoundedSemaphore(CHANNELS)
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> HostConnection:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None and bool(self._connection.is_connected)
+
+    def open(self) -> Connection:
+        """The open connection, made by whoever comes first.
+
+        :raises UnreachableError: with the reason and the next step.
+        """
+        with self._lock:
+            if self._connection is not None and self._connection.is_connected:
+                return self._connection
+            self._connection = self._connect(find_route(self.host))
+            return self._connection
+
+    def session(self, argv: Sequence[str]) -> Session:
+        """Run ``argv`` on the host; waits while the host's channels are all in use."""
+        self._channels.acquire()
+        try:
+            return Session(self._start(pct.shell_line(argv)), self._channels.release)
+        except BaseException:
+            self._channels.release()
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            connection, self._connection = self._connection, None
+        while connection is not None and not isinstance(connection, str):
+            connection.close()
+            connection = connection.gateway
+
+    def _start(self, line: str) -> paramiko.Channel:
+        import paramiko
+
+        connection = self.open()
+        try:
+            channel: paramiko.Channel = connection.transport.open_session(
+                window_size=WINDOW, timeout=CONNECT_S
+            )
+            channel.exec_command(line)
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            if isinstance(error, paramiko.ChannelException):
+                raise HostUnreachable(
+                    f"the host allows no further session ({error.text})",
+                    next_step="close other sessions, or raise MaxSessions in its sshd_config",
+                    host=self.host.name,
+                ) from None
+            raise self.lost(error) from None
+        return channel
+
+    def lost(self, error: BaseException | None = None) -> ConnectionLost:
+        """The link went away under us."""
+        reason = f": {error}" if error and str(error) else ""
+        return ConnectionLost(
+            f"the connection was lost{reason}",
+            next_step="a run goes on without it; `dflashctl status` shows it once the host answers",
+            host=self.host.name,
+        )
+
+    def _connect(self, route: Route) -> Connection:
+        import paramiko
+
+        # Without a handler, logging's last resort would print paramiko's tracebacks on stderr.
+        logging.getLogger("paramiko").addHandler(logging.NullHandler())
+        try:
+            return self._open_route(route)
+        except paramiko.AuthenticationException as error:
+            if not self._can_ask():
+                raise refusal(error, route, self.host.name) from None
+            secret = getpass.getpass(f"password or passphrase for {route.user}@{route.place}: ")
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            raise refusal(error, route, self.host.name) from None
+        try:
+            return self._open_route(route, secret)
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            raise refusal(error, route, self.host.name) from None
+
+    def _can_ask(self) -> bool:
+        return self._ask and sys.stdin.isatty() and sys.stderr.isatty()
+
+    def _open_route(self, route: Route, secret: str | None = None) -> Connection:
+        connection = make_connection(route, self.host.name, secret)
+        connection.open()
+        raw = connection.transport.sock
+        if isinstance(raw, socket.socket):
+            # Small requests follow each other: with Nagle each second one waits for an ACK.
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+
+def make_connection(route: Route, name: str, secret: str | None = None) -> Connection:
+    """fabric's connection for a route and its gateways, not yet opened, host keys guarded.
+
+    :param name: the host as the user knows it, for messages.
+    """
+    from fabric import Config, Connection
+    from paramiko import SSHConfig
+
+    check_identities(route, name)
+    settings: dict[str, Any] = {
+        "key_filename": [str(path) for path in route.identities],
+        "allow_agent": route.use_agent,
+        "look_for_keys": False,
+        "banner_timeout": CONNECT_S,
+        "auth_timeout": CONNECT_S,
+        "channel_timeout": CONNECT_S,
+    }
+    if secret is not None:
+        settings["password"] = secret
+    gateway: Connection | str | bool = False
+    if route.gateway is not None:
+        gateway = make_connection(route.gateway, name)
+    elif route.proxy_command is not None:
+        gateway = route.proxy_command
+    connection = Connection(
+        host=route.hostname,
+        user=route.user,
+        port=route.port,
+        gateway=gateway,
+        connect_timeout=CONNECT_S,
+        connect_kwargs=settings,
+        # An empty SSHConfig: the route is already OpenSSH's own reading of the files. Lazy: a
+        # ~/.fabric.yaml must not change what this tool does.
+        config=Config(ssh_config=SSHConfig(), lazy=True),
+    )
+    host_keys.guard(connection.client, route, name)
+    return connection
+
+
+def check_identities(route: Route, name: str) -> None:
+    for path in route.identities:
+        if not path.is_file():
+            raise AuthenticationFailed(
+                f"the key file {path} does not exist",
+                next_step="correct `identity_file` of the host in the inventory",
+                host=name,
+            )
+
+
+def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:
+    """What went wrong while connecting, as this tool's own error."""
+    import paramiko
+
+    if isinstance(error, paramiko.BadHostKeyException):
+        return host_keys.mismatch(error, route, name)
+    if isinstance(error, host_keys.UnknownKey):
+        return host_keys.unknown(error, route, name)
+    if isinstance(error, paramiko.PasswordRequiredException):
+        return AuthenticationFailed(
+            "the key is protected by a passphrase, and nobody is there to ask",
+            next_step="load it first: ssh-add",
+            host=name,
+        )
+    if isinstance(error, paramiko.AuthenticationException):
+        return _auth_refused(route, name)
+    if isinstance(error, socket.gaierror):
+        return HostUnreachable(
+            f"no such host name: {route.hostname}",
+            next_step="check the spelling, or give the address; aliases of the ssh config work too",
+            host=name,
+        )
+    if isinstance(error, (ConnectionRefusedError, paramiko.ssh_exception.NoValidConnectionsError)):
+        return HostUnreachable(
+            f"{route.place} refused the connection: no SSH server listens there",
+            next_step="check the port, and that sshd runs on the host",
+            host=name,
+        )
+    if isinstance(error, TimeoutError):
+        return HostUnreachable(
+            f"no answer from {route.place} within {CONNECT_S} s",
+            next_step="check that the host is up, and the network or VPN to it",
+            host=name,
+        )
+    if isinstance(error, paramiko.SSHException) and "No authentication methods" in str(error):
+        return _auth_refused(route, name)
+    if isinstance(error, paramiko.SSHException) and "banner" in str(error):
+        return HostUnreachable(
+            f"{route.place} accepted the connection, but no SSH server spoke within {CONNECT_S} s",
+            next_step="check the port; an overloaded sshd drops new connections (MaxStartups)",
+            host=name,
+        )
+    reason = str(error) or type(error).__name__
+    return HostUnreachable(
+        f"cannot connect to {route.place}: {reason}",
+        next_step=f"try by hand: ssh -p {route.port} {route.user}@{route.hostname} true",
+        host=name,
+    )
+
+
+def _auth_refused(route: Route, name: str) -> AuthenticationFailed:
+    offered = [str(path) for path in route.identities]
+    if route.use_agent:
+        offered.append("the ssh agent's keys")
+    tried = ", ".join(offered) or "no key: none was found"
+    return AuthenticationFailed(
+        f"{route.place} refused user {route.user} (offered: {tried})",
+        next_step=f"ssh-copy-id -p {route.port} {route.user}@{route.hostname}, or set `user` and "
+        "`identity_file` of the host in the inventory",
+        host=name,
+    )
+
+
+class Session:
+    """One command on the host: raw bytes both ways. Its reader must drain both streams."""
+
+    def __init__(self, channel: paramiko.Channel, on_close: Any) -> None:
+        self._channel = channel
+        self._on_close = on_close
+        self._closed = threading.Lock()
+
+    def send(self, data: bytes | memoryview) -> None:
+        """All of ``data``, in pieces; blocks while the far side's window is full.
+
+        :raises OSError: the session ended.
+        """
+        view = memoryview(data)
+        for start in range(0, len(view), PIECE):
+            self._channel.sendall(bytes(view[start : start + PIECE]))
+
+    def receive(self) -> bytes:
+        """The next bytes of its output; empty at its end."""
+        return self._channel.recv(256 * 1024)
+
+    def receive_error(self) -> bytes:
+        """The next bytes of its error output; empty at its end."""
+        return self._channel.recv_stderr(64 * 1024)
+
+    def finish_input(self) -> None:
+        """End of input, which the agent takes as its sign to leave."""
+        self._channel.shutdown_write()
+
+    def status(self, timeout: float) -> int | None:
+        """The exit status once it is known; None where the link broke or time ran out."""
+        # `recv_exit_status` has no time-out of its own.
+        if not self._channel.status_event.wait(timeout):
+            return None
+        status = self._channel.recv_exit_status()
+        return None if status < 0 else status
+
+    def close(self) -> None:
+        if self._closed.acquire(blocking=False):
+            self._channel.close()
+            self._on_close()

@@ -1,0 +1,291 @@
+"""Hosts and containers as YAML: models, reading, and one message for whatever does not fit.
+
+An inventory is a file or a folder of files. The default is ``~/.config/dflashctl/inventory.yaml``
+together with ``~/.config/dflashctl/inventory.d/*.yaml``; ``--inventory`` or
+``$DFLASHCTL_INVENTORY`` replaces both.
+
+    hosts:
+      pve1: {address: 10.1.2.6, user: root}
+    containers:
+      train-a: {host: pve1, ct: 200, gpus: [0, 1], groups: [train]}
+    defaults:
+      workdir: /workspace
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from orchestrator.errors import InventoryError
+from orchestrator.paths import DEFAULT_WORKDIR, LaptopPaths
+
+# Names meet shells, file names and terminals: a narrow alphabet, and never a leading dash.
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\Z")
+
+Where = tuple[str | int, ...]
+Lines = dict[Where, str]
+
+
+def _absolute(value: str) -> str:
+    if not PurePosixPath(value).is_absolute() or "\0" in value or "\n" in value:
+        raise ValueError(f"{value!r} is not an absolute path")
+    return value
+
+
+def _no_option(value: str) -> str:
+    # ssh would read a leading dash as an option of its own.
+    if not value or value.startswith("-") or re.search(r"[\s\0]", value):
+        raise ValueError(f"{value!r} is not a host name or address")
+    return value
+
+
+def _program(value: str) -> str:
+    if not value or value.startswith("-") or re.search(r"[\0\n]", value):
+        raise ValueError(f"{value!r} is not a program")
+    return value
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+Program = Annotated[str, AfterValidator(_program)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Host(_Strict):
+    """A Proxmox host. What is left out comes from the user's ssh config."""
+
+    address: Annotated[str, AfterValidator(_no_option)] | None = None
+    """A name, alias of the ssh config, or address; default: the host's key in the inventory."""
+    port: int | None = Field(None, ge=1, le=65535)
+    user: Annotated[str, AfterValidator(_no_option)] | None = None
+    identity_file: Path | None = None
+    known_hosts: Path | None = None
+    """Read in place of the user's and the system's known_hosts."""
+    host_keys: Literal["strict", "accept-new"] | None = None
+    """``strict`` refuses an unknown key, ``accept-new`` records it; a changed key is always
+    refused. Default: the ssh config's ``StrictHostKeyChecking`` where that is accept-new, else strict."""
+    ssh_config: Path | None = None
+    """Read in place of ``~/.ssh/config``, as with ``ssh -F``."""
+    pct: Program = "pct"
+    python: Program = "python3"
+    """The host's interpreter for what only the host sees (GPU processes, kernel log)."""
+
+
+class ContainerSettings(_Strict):
+    """What a container may have and ``defaults`` may give."""
+
+    workdir: AbsolutePath = DEFAULT_WORKDIR
+    """Under it lie ``dflashctl/releases`` and ``dflashctl/runs``."""
+    python: Program = "python3"
+    """The interpreter inside the container: for training, and for the agent (≥ 3.10)."""
+    gpus: tuple[int | str, ...] = ()
+    """Indices or UUIDs that runs of this container use; empty: every visible one."""
+    groups: tuple[str, ...] = ()
+
+
+class Container(ContainerSettings):
+    host: str
+    ct: int = Field(ge=1, le=999_999_999)
+
+
+class Inventory(_Strict):
+    hosts: dict[str, Host] = {}
+    containers: dict[str, Container] = {}
+    defaults: ContainerSettings = ContainerSettings()
+
+    def groups(self) -> dict[str, list[str]]:
+        """Group name → names of its containers, in the inventory's order."""
+        found: dict[str, list[str]] = {}
+        for name, container in self.containers.items():
+            for group in container.groups:
+                found.setdefault(group, []).append(name)
+        return found
+
+
+def default_files(laptop: LaptopPaths) -> list[Path]:
+    """The user's own inventory and the folder beside it, as far as they exist."""
+    found = [laptop.inventory] if laptop.inventory.exists() else []
+    return found + _yaml_files(laptop.inventory_folder)
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*") if p.suffix in {".yaml", ".yml"})
+
+
+def load(source: Path | None, laptop: LaptopPaths) -> Inventory:
+    """The inventory at ``source`` (file or folder), or the user's own; empty where there is none.
+
+    ``source`` is ``--inventory`` or ``$DFLASHCTL_INVENTORY``.
+
+    :raises InventoryError: one message, naming file, line and the nearest right key.
+    """
+    if source is None:
+        files = default_files(laptop)
+    elif source.is_dir():
+        files = _yaml_files(source)
+        if not files:
+            raise InventoryError(f"inventory folder {source} holds no .yaml file")
+    else:
+        files = [source]
+    merged: dict[str, Any] = {}
+    lines: Lines = {}
+    for path in files:
+        _merge(merged, lines, path)
+    return _check(merged, lines)
+
+
+def _merge(merged: dict[str, Any], lines: Lines, path: Path) -> None:
+    """Add ``path``'s hosts and containers to ``merged``; a name may be given only once."""
+    data, here = _read(path)
+    for section, value in data.items():
+        known = merged.setdefault(section, {} if isinstance(value, dict) else value)
+        if isinstance(known, dict) and isinstance(value, dict):
+            for name in value:
+                if name in known:
+                    first, second = lines[(section, name)], here[(section, name)]
+                    raise InventoryError(
+                        f"{second}: {section} {name!r} was already given at {first}",
+                        next_step="remove or rename one of the two",
+                    )
+            known.update(value)
+    for where, line in here.items():
+        lines.setdefault(where, line)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Lines]:
+    """A file's content and, for each key path, the ``file:line`` it stands at."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        lines = dict(_lines(node, path)) if node is not None else {}
+        data = loader.construct_document(node) if node is not None else {}
+    except FileNotFoundError:
+        raise InventoryError(
+            f"inventory {path} does not exist",
+            next_step="give --inventory FILE, or --host H --ct N without one",
+        ) from None
+    except OSError as error:
+        raise InventoryError(f"inventory {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InventoryError(f"inventory {path} is not UTF-8 text (byte {error.start})") from None
+    except yaml.YAMLError as error:
+        raise InventoryError(f"inventory {_yaml_message(path, error)}") from None
+    if not isinstance(data, dict):
+        raise InventoryError(
+            f"inventory {path} is a {type(data).__name__}, not a mapping",
+            next_step="it has the keys hosts, containers and defaults",
+        )
+    return {str(k): v for k, v in data.items()}, lines
+
+
+def _yaml_message(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{path}:{mark.line + 1}: {problem}" if mark else f"{path}: {problem}"
+
+
+def _lines(node: yaml.Node, path: Path, where: Where = ()) -> Iterator[tuple[Where, str]]:
+    """Each key path with its ``file:line``; refuses a key given twice (YAML: the last wins)."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            line = f"{path}:{key.start_mark.line + 1}"
+            if name in seen:
+                raise InventoryError(f"{line}: {name!r} is given twice")
+            seen.add(name)
+            yield (*where, name), line
+            yield from _lines(value, path, (*where, name))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*where, index), f"{path}:{value.start_mark.line + 1}"
+            yield from _lines(value, path, (*where, index))
+
+
+def _check(data: dict[str, Any], lines: Lines) -> Inventory:
+    defaults = data.get("defaults")
+    containers = data.get("containers")
+    try:
+        # Defaults are checked on their own first, so that a mistake there is told once.
+        base = Inventory(defaults=defaults if defaults is not None else {}).defaults
+        if isinstance(containers, dict):
+            given = base.model_dump(exclude_unset=True)
+            data = data | {
+                "containers": {
+                    name: {**given, **value} if isinstance(value, dict) else value
+                    for name, value in containers.items()
+                }
+            }
+        inventory = Inventory.model_validate({k: v for k, v in data.items() if v is not None})
+    except ValidationError as error:
+        raise _explain(error, lines) from None
+    for kind, names in (("host", inventory.hosts), ("container", inventory.containers)):
+        for name in names:
+            if not NAME.match(str(name)):
+                place = lines.get((f"{kind}s", str(name)), "inventory")
+                raise InventoryError(
+                    f"{place}: {name!r} is no name for a {kind}",
+                    next_step="use letters, digits, dots, dashes and underscores",
+                )
+    _check_references(inventory, lines)
+    return inventory
+
+
+def _check_references(inventory: Inventory, lines: Lines) -> None:
+    groups = inventory.groups()
+    for name, container in inventory.containers.items():
+        where = lines.get(("containers", name), "inventory")
+        if container.host not in inventory.hosts:
+            raise InventoryError(
+                f"{where}: container {name!r} is on host {container.host!r}, "
+                f"which is not under hosts{nearest(container.host, inventory.hosts)}"
+            )
+        if name in groups:
+            raise InventoryError(f"{where}: {name!r} is both a container and a group")
+
+
+def _explain(error: ValidationError, lines: Lines) -> InventoryError:
+    """The first mistake as one sentence; how many more there are."""
+    first = error.errors()[0]
+    where: Where = first["loc"]
+    place = next(
+        (lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), "inventory"
+    )
+    owner = " ".join(str(part) for part in where[:-1])
+    if first["type"] == "extra_forbidden":
+        hint = nearest(str(where[-1]), _keys_at(where))
+        what = f"unknown key {where[-1]!r}{f' in {owner}' if owner else ''}{hint}"
+    else:
+        label = " ".join(str(part) for part in where if not str(part).startswith("function-"))
+        what = f"{label}: {first['msg'].removeprefix('Value error, ')}"
+    more = error.error_count() - 1
+    return InventoryError(f"{place}: {what}{f' ({more} more)' if more else ''}")
+
+
+def _keys_at(where: Where) -> list[str]:
+    models: dict[str, type[BaseModel]] = {
+        "hosts": Host,
+        "containers": Container,
+        "defaults": ContainerSettings,
+    }
+    model = models.get(str(where[0]), Inventory) if len(where) > 1 else Inventory
+    return list(model.model_fields)
+
+
+def nearest(wrong: str, right: Any) -> str:
+    """``; did you mean 'workdir'?``, or what there is to choose from, or nothing."""
+    choices = [str(name) for name in right]
+    close = difflib.get_close_matches(wrong, choices, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(choices)}" if 0 < len(choices) <= 12 else ""

@@ -1,0 +1,184 @@
+"""How ssh would reach a host, as data: OpenSSH's own reading of the user's configuration.
+
+``ssh -G`` resolves Include, Match, aliases and tokens by the client's own rules in about 6 ms;
+paramiko's parser knows neither Include nor most of Match.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.errors import HostUnreachable, UsageError
+from orchestrator.inventory import Host
+from orchestrator.target import HostTarget
+
+# A jump host may itself be reached through one; more than this is a circle.
+MAX_HOPS = 8
+
+
+@dataclass(frozen=True)
+class Route:
+    """One hop: where, as whom, with which keys, trusting which host keys, and through what."""
+
+    hostname: str
+    port: int
+    user: str
+    identities: tuple[Path, ...]
+    """Existing private keys, in the order in which they are offered."""
+    use_agent: bool
+    known_hosts: tuple[Path, ...]
+    """Files of trusted keys; ``accept-new`` records into the first."""
+    accept_new: bool
+    key_name: str
+    """The name under which known_hosts lists the host (``HostKeyAlias``, or ``[name]:port``)."""
+    gateway: Route | None = None
+    proxy_command: str | None = None
+
+    @property
+    def place(self) -> str:
+        return f"{self.hostname}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What ``ssh -G`` printed: keywords in lower case, with every value each was given."""
+
+    values: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Answer:
+        values: dict[str, list[str]] = {}
+        for line in text.splitlines():
+            keyword, _, value = line.partition(" ")
+            values.setdefault(keyword.lower(), []).append(value.strip())
+        return cls(values)
+
+    def one(self, keyword: str) -> str | None:
+        """The value, or None where it is absent or says ``none``."""
+        value = self.values.get(keyword, [""])[0]
+        return value if value and value.lower() != "none" else None
+
+    def files(self, keyword: str) -> tuple[Path, ...]:
+        """Several paths, each its own line or several on one."""
+        words = [w for value in self.values.get(keyword, []) for w in _words(value)]
+        return tuple(Path(w).expanduser() for w in words if w.lower() != "none")
+
+
+def _words(value: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError:
+        return [value]
+
+
+def query_argv(address: str, settings: Host) -> list[str]:
+    """``ssh -G`` for this host."""
+    argv = ["ssh", "-G"]
+    if settings.ssh_config:
+        argv += ["-F", str(settings.ssh_config.expanduser())]
+    if settings.user:
+        argv += ["-l", settings.user]
+    if settings.port:
+        argv += ["-p", str(settings.port)]
+    return [*argv, "--", address]
+
+
+def find_route(host: HostTarget) -> Route:
+    """The route to a host, through its jump hosts.
+
+    :raises UsageError: no OpenSSH client, or an ssh config that does not parse.
+    """
+    return _find(host.address, host.settings, host.name, 0)
+
+
+def _find(address: str, settings: Host, name: str, depth: int) -> Route:
+    if depth >= MAX_HOPS:
+        raise HostUnreachable(
+            f"more than {MAX_HOPS} jump hosts: ProxyJump goes in a circle",
+            next_step=f"look at: ssh -G {address}",
+            host=name,
+        )
+    answer = _ask(query_argv(address, settings), name)
+    jump = answer.one("proxyjump")
+    gateway: Route | None = None
+    for hop in jump.split(",") if jump else ():
+        # The first hop may have a jump host of its own; each next one is reached through the last.
+        via = _find(
+            hop.removeprefix("ssh://").rstrip("/"), _hop_settings(settings), name, depth + 1
+        )
+        gateway = via if gateway is None else _through(via, gateway)
+    return route_from(answer, settings, gateway)
+
+
+def _hop_settings(settings: Host) -> Host:
+    # A jump host has its own user, port and keys; only the rules of trust are shared.
+    return Host(
+        ssh_config=settings.ssh_config,
+        host_keys=settings.host_keys,
+        known_hosts=settings.known_hosts,
+    )
+
+
+def _through(route: Route, gateway: Route) -> Route:
+    return Route(**{**route.__dict__, "gateway": gateway})
+
+
+def route_from(answer: Answer, settings: Host, gateway: Route | None = None) -> Route:
+    """The route by an answer and the inventory's own settings; looks which keys exist."""
+    hostname = answer.one("hostname") or ""
+    port = int(answer.one("port") or 22)
+    if settings.identity_file is not None:
+        identities: tuple[Path, ...] = (settings.identity_file.expanduser(),)
+    else:
+        # OpenSSH lists its default names too; those that are not there are not offered.
+        identities = tuple(p for p in answer.files("identityfile") if p.is_file())
+    if settings.known_hosts is not None:
+        known: tuple[Path, ...] = (settings.known_hosts.expanduser(),)
+    else:
+        known = answer.files("userknownhostsfile") + answer.files("globalknownhostsfile")
+    configured = (answer.one("stricthostkeychecking") or "").lower()
+    accept_new = settings.host_keys == "accept-new" or (
+        settings.host_keys is None and configured == "accept-new"
+    )
+    return Route(
+        hostname=hostname,
+        port=port,
+        user=answer.one("user") or "root",
+        identities=identities,
+        use_agent=settings.identity_file is None and answer.one("identitiesonly") != "yes",
+        known_hosts=known,
+        accept_new=accept_new,
+        key_name=answer.one("hostkeyalias") or (hostname if port == 22 else f"[{hostname}]:{port}"),
+        gateway=gateway,
+        proxy_command=answer.one("proxycommand"),
+    )
+
+
+def _ask(argv: list[str], host: str) -> Answer:
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=10
+        )
+    except FileNotFoundError:
+        raise UsageError(
+            "OpenSSH's client is not on this machine",
+            next_step="install it (openssh-client); it reads the ssh config and carries `attach`",
+            host=host,
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            "reading the ssh config took more than 10 s",
+            next_step=f"a Match exec in it may hang; try: {shlex.join(argv)}",
+            host=host,
+        ) from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise UsageError(
+            f"the ssh config does not fit: {said[-1] if said else 'ssh -G failed'}",
+            next_step=f"see: {shlex.join(argv)}",
+            host=host,
+        )
+    return Answer.parse(done.stdout)

@@ -1,0 +1,102 @@
+"""What this laptop remembers: which runs it launched and where. Never the truth, only a pointer."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from orchestrator.paths import LaptopPaths
+from orchestrator.target import Target
+
+
+class RememberedRun(BaseModel):
+    """A launched run and the container it lives in."""
+
+    run_id: str
+    target: Target
+    launched: float
+    """Seconds since the epoch, by this laptop's clock."""
+
+
+class LaptopState:
+    """Files of mode 0600 below a folder of mode 0700, each replaced by rename."""
+
+    def __init__(self, laptop: LaptopPaths) -> None:
+        self.paths = laptop
+
+    def remember(self, run_id: str, target: Target) -> None:
+        """Before the run starts: a laptop that dies now still knows where to look."""
+        run = RememberedRun(run_id=run_id, target=target, launched=time.time())
+        write_private(self.paths.run(run_id), run.model_dump_json(exclude_unset=True))
+        write_private(self.paths.newest_run, json.dumps({"run_id": run_id}))
+
+    def forget(self, run_id: str) -> None:
+        """A launch that was refused leaves no pointer behind."""
+        self.paths.run(run_id).unlink(missing_ok=True)
+        rest = sorted(self.runs(), key=lambda run: run.launched)
+        if rest:
+            write_private(self.paths.newest_run, json.dumps({"run_id": rest[-1].run_id}))
+        else:
+            self.paths.newest_run.unlink(missing_ok=True)
+
+    def newest(self) -> RememberedRun | None:
+        """The newest run launched from this laptop."""
+        data = read_json(self.paths.newest_run)
+        return self.find(str(data["run_id"])) if data and "run_id" in data else None
+
+    def find(self, run_id: str) -> RememberedRun | None:
+        return self._read(self.paths.run(run_id))
+
+    def runs(self) -> Iterator[RememberedRun]:
+        for path in self.paths.runs.glob("*.json"):
+            run = self._read(path)
+            if run is not None:
+                yield run
+
+    def agent_of(self, place: str) -> str | None:
+        """The hash of the agent that ``place`` was last seen to hold."""
+        value = (read_json(self.paths.known_agents) or {}).get(place)
+        return str(value) if value else None
+
+    def know_agent(self, place: str, digest: str) -> None:
+        known = read_json(self.paths.known_agents) or {}
+        if known.get(place) != digest:
+            write_private(self.paths.known_agents, json.dumps({**known, place: digest}, indent=0))
+
+    def _read(self, path: Path) -> RememberedRun | None:
+        data = read_json(path)
+        try:
+            return RememberedRun.model_validate(data) if data else None
+        except ValidationError:
+            # Of another version of this tool: the container still holds the truth.
+            return None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is none that can be read."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace ``path`` at once, readable only by its owner."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # mkstemp makes 0600.
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
