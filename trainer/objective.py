@@ -105,29 +105,40 @@ def share_anchors(candidates: Sequence[int], blocks: int) -> list[int]:
 # -- labels and weights ---------------------------------------------------------------------------
 
 
-class BlockLabels(NamedTuple):
-    """What the slots of every block are asked; [b, N, B-1] each, slot k at index k-1."""
-
-    tokens: Tensor
-    """i64"""
-    counted: Tensor
-    """bool: a prefix of each block."""
+def slot_places(batch: Batch, block_size: int) -> Tensor:
+    """Row position of slots 1..B-1 of every block, i64 [b, N, B-1]; may lie beyond the row."""
+    offset = torch.arange(1, block_size, device=batch.anchors.device)
+    return batch.anchors[..., None] + offset
 
 
-def block_labels(batch: Batch, block_size: int, labels: Tensor | None = None) -> BlockLabels:
-    """``labels`` i64 [b, S] is the token wanted *at* each position; null takes the batch's own."""
+def slot_labels(batch: Batch, block_size: int, labels: Tensor | None = None) -> Tensor:
+    """The token slots 1..B-1 should predict, i64 [b, N, B-1]; anything where they do not count.
+
+    ``labels`` i64 [b, S] is the token wanted *at* each position; null takes the batch's own.
+    """
+    place = slot_places(batch, block_size).clamp(max=batch.length - 1)
     wanted = batch.tokens if labels is None else labels
-    offset = torch.arange(1, block_size, device=wanted.device)
-    place = batch.anchors[..., None] + offset
+    return wanted.gather(1, place.flatten(1)).view(place.shape)
+
+
+def slots_counted(batch: Batch, block_size: int) -> Tensor:
+    """Which of slots 1..B-1 count, bool [b, N, B-1]: a prefix of each block."""
+    place = slot_places(batch, block_size)
     inside = place < batch.length
-    place = place.clamp(max=batch.length - 1)
+    near = place.clamp(max=batch.length - 1).flatten(1)
+    document = batch.document.gather(1, near).view(place.shape)
+    same = document == batch.document.gather(1, batch.anchors)[..., None]
+    asked = batch.supervised.gather(1, near).view(place.shape)
+    asked = asked & inside & same & batch.anchor_valid[..., None]
+    return asked.long().cumprod(-1).bool()
 
-    def at(values: Tensor) -> Tensor:
-        return values.gather(1, place.flatten(1)).view(place.shape)
 
-    same = at(batch.document) == batch.document.gather(1, batch.anchors)[..., None]
-    asked = inside & same & at(batch.supervised) & batch.anchor_valid[..., None]
-    return BlockLabels(at(wanted), asked.long().cumprod(-1).bool())
+def rows_to_reckon(counted: Tensor) -> Tensor:
+    """Indices into the b·N·(B-1) predicting slots, i64 [R]: on a CPU those that count; on a GPU all
+    of them, because finding out would mean waiting for it."""
+    if counted.device.type == "cpu":
+        return counted.flatten().nonzero()[:, 0]
+    return torch.arange(counted.numel(), device=counted.device)
 
 
 def decay_weights(counted: Tensor, gamma: float) -> Tensor:
@@ -223,36 +234,48 @@ class DrafterLoss:
         self.head_loss = head_loss
 
     def __call__(self, batch: Batch, features: Tensor, labels: Tensor | None = None) -> StepLoss:
-        """``batch`` and ``features`` [b, S, K·H] on the drafter's device. A batch without a valid
-        anchor gives a zero loss that still reaches every parameter."""
-        asked = block_labels(batch, self.config.block_size, labels)
+        """``features`` [b, S, K·H] and ``labels`` on the drafter's device, ``batch`` anywhere (on
+        the CPU, best: the head then meets only the rows that count).
+
+        A batch without a valid anchor gives a zero loss that still reaches every parameter.
+        """
+        device, size = features.device, self.config.block_size
+        counted = slots_counted(batch, size)
+        chosen = rows_to_reckon(counted).to(device, non_blocking=True)
+        batch, counted = batch.to(device, non_blocking=True), counted.to(device, non_blocking=True)
+        wanted = slot_labels(batch, size, labels)
         hidden = self.hidden(batch, features)
-        blocks = hidden.unflatten(1, (-1, self.config.block_size))[:, :, 1:]
-        flat = blocks.flatten(0, 2)
-        gamma = self.objective.gamma_for(self.config.block_size)
         head = self.head_loss(
-            flat,
+            hidden.flatten(0, 1),
             self.frozen.head,
-            asked.tokens.flatten(),
-            lambda logp: self._weights(logp, asked.counted, gamma).flatten(),
-            needs_logp=self.objective.kind == "dpace",
-            logits_scale=self.config.logits_scale,
+            # The anchor's own slot precedes the B-1 predicting ones of each block.
+            chosen + chosen // (size - 1) + 1,
+            wanted.flatten()[chosen],
+            lambda logp: self._weights(logp, chosen, counted),
+            self.config.logits_scale,
         )
-        right = (head.best == asked.tokens.flatten()).view(asked.counted.shape)
+        best = wanted.new_full((wanted.numel(),), -1).index_copy(0, chosen, head.best)
+        right = best.view(wanted.shape) == wanted
         loss, report = head.loss, None
         selector = self.drafter.candidate_selector
         if selector is not None:
-            extra, report = selector_loss(
-                selector, self.drafter, self.frozen, batch, blocks, asked, head.weight
+            weight = head.weight.new_zeros(wanted.numel()).index_copy(0, chosen, head.weight)
+            task = SelectorTask(
+                hidden=hidden.unflatten(1, (-1, size))[:, :, 1:].flatten(0, 1),
+                anchor=batch.tokens.gather(1, batch.anchors).flatten(),
+                labels=wanted.flatten(0, 1),
+                counted=counted.flatten(0, 1),
+                weight=weight.view(-1, size - 1),
             )
+            extra, report = selector_loss(selector, self.drafter, self.frozen.head, task)
             loss = loss + self.objective.selector_weight * extra
         return StepLoss(
             loss=loss,
             weight=head.weight.sum(),
-            tau=accepted(right, asked.counted).sum(),
-            blocks=asked.counted[..., 0].sum(),
-            correct=(right & asked.counted).sum((0, 1)),
-            count=asked.counted.sum((0, 1)),
+            tau=accepted(right, counted).sum(),
+            blocks=counted[..., 0].sum(),
+            correct=(right & counted).sum((0, 1)),
+            count=counted.sum((0, 1)),
             selector=report,
         )
 
@@ -266,56 +289,60 @@ class DrafterLoss:
         masks = self.make_masks(batch.anchors, batch.anchor_valid, batch.position)
         return self.forward(features, embeddings, batch.position, place.flatten(1), masks)
 
-    def _weights(self, logp: Tensor | None, counted: Tensor, gamma: float) -> Tensor:
+    def _weights(self, logp: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
         if self.objective.kind == "decay":
-            return decay_weights(counted, gamma)
-        assert logp is not None
-        return dpace_weights(logp.view(counted.shape), counted, self.objective.dpace_alpha)
+            weights = decay_weights(counted, self.objective.gamma_for(self.config.block_size))
+        else:
+            full = logp.new_zeros(counted.numel()).index_copy(0, chosen, logp)
+            weights = dpace_weights(full.view(counted.shape), counted, self.objective.dpace_alpha)
+        return weights.flatten()[chosen]
+
+
+class SelectorTask(NamedTuple):
+    """What the selector learns from, m = b·N blocks of T = B-1 predicting slots."""
+
+    hidden: Tensor
+    """[m, T, H]"""
+    anchor: Tensor
+    """i64 [m]: the token before the first slot."""
+    labels: Tensor
+    """i64 [m, T]"""
+    counted: Tensor
+    """bool [m, T]"""
+    weight: Tensor
+    """f32 [m, T]"""
 
 
 def selector_loss(
-    selector: CandidateSelector,
-    drafter: Drafter,
-    frozen: FrozenTarget,
-    batch: Batch,
-    blocks: Tensor,
-    asked: BlockLabels,
-    weight: Tensor,
+    selector: CandidateSelector, drafter: Drafter, head: Tensor, task: SelectorTask
 ) -> tuple[Tensor, SelectorReport]:
     """Weighted K-way cross-entropy of the selector, predecessors taken from the labels.
 
-    ``blocks`` [b, N, B-1, H]; ``weight`` [b·N·(B-1)]. A label outside the head's top K takes the
-    place of the worst candidate, in the loss only. The head's logits carry no gradient here: the
-    head's own loss trains them.
+    A label outside the head's top K takes the place of the worst candidate, in the loss only. The
+    head's logits carry no gradient here: the head's own loss trains them.
     """
-    hidden = blocks.flatten(0, 1)
-    labels, counted = asked.tokens.flatten(0, 1), asked.counted.flatten(0, 1)
+    labels = task.labels[..., None]
     with torch.no_grad():
-        found, label_logit = top_candidates(drafter, frozen.head, hidden, labels, selector.top_k)
-    anchor = batch.tokens.gather(1, batch.anchors).flatten()
-    before = torch.cat((anchor[:, None], labels[:, :-1]), dim=1)
-    match = found.tokens == labels[..., None]
-    recalled = match.any(-1)
+        found, own = top_candidates(drafter, head, task.hidden, labels, selector.top_k)
+    recalled = (found.tokens == labels).any(-1)
     worst = found.logits.argmin(-1, keepdim=True)
-    tokens = torch.where(
-        recalled[..., None], found.tokens, found.tokens.scatter(-1, worst, labels[..., None])
-    )
-    logits = torch.where(
-        recalled[..., None], found.logits, found.logits.scatter(-1, worst, label_logit[..., None])
-    )
-    place = (tokens == labels[..., None]).long().argmax(-1)
-    scores = selector.scores(hidden, before, Candidates(logits, tokens))
+    keep = recalled[..., None]
+    tokens = torch.where(keep, found.tokens, found.tokens.scatter(-1, worst, labels))
+    logits = torch.where(keep, found.logits, found.logits.scatter(-1, worst, own))
+    before = torch.cat((task.anchor[:, None], task.labels[:, :-1]), dim=1)
+    scores = selector.scores(task.hidden, before, Candidates(logits, tokens))
+    place = (tokens == labels).long().argmax(-1)
     entropy = F.cross_entropy(scores.flatten(0, 1), place.flatten(), reduction="none")
     with torch.no_grad():
-        free = selector.scores(hidden, before, found).argmax(-1, keepdim=True)
-        right = found.tokens.gather(-1, free)[..., 0] == labels
-        path = selector.select(hidden, anchor, found)
+        choice = selector.scores(task.hidden, before, found).argmax(-1, keepdim=True)
+        right = (found.tokens.gather(-1, choice) == labels)[..., 0]
+        path = selector.select(task.hidden, task.anchor, found)
         report = SelectorReport(
-            recalled=(recalled & counted).sum(),
-            right=(right & counted).sum(),
-            tau=accepted(path == labels, counted).sum(),
+            recalled=(recalled & task.counted).sum(),
+            right=(right & task.counted).sum(),
+            tau=accepted(path == task.labels, task.counted).sum(),
         )
-    return (entropy * weight).sum(), report
+    return (entropy * task.weight.flatten()).sum(), report
 
 
 def top_candidates(
@@ -323,7 +350,7 @@ def top_candidates(
 ) -> tuple[Candidates, Tensor]:
     """The head's best ``top_k`` of every slot, and the labels' own logits, without keeping logits.
 
-    ``hidden`` [m, T, H], ``labels`` [m, T]; ``chunk`` blocks at a time.
+    ``hidden`` [m, T, H], ``labels`` i64 [m, T, 1]; ``chunk`` blocks at a time.
     """
     logits, tokens, own = [], [], []
     for some, wanted in zip(hidden.split(chunk), labels.split(chunk), strict=True):
@@ -331,5 +358,5 @@ def top_candidates(
         best = scores.topk(top_k, dim=-1)
         logits.append(best.values)
         tokens.append(best.indices)
-        own.append(scores.gather(-1, wanted[..., None])[..., 0])
+        own.append(scores.gather(-1, wanted))
     return Candidates(torch.cat(logits), torch.cat(tokens)), torch.cat(own)

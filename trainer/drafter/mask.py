@@ -208,3 +208,13 @@ class MaskBuilder:
             full=one(None) if self.full else None,
             sliding=one(self.window) if self.window is not None else None,
         )
+
+
+def decoding_mask(context: int, slots: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [1, 1, slots, context + slots] for one block right after ``context`` tokens."""
+    query = context + torch.arange(slots, device=device)[:, None]
+    key = torch.arange(context + slots, device=device)
+    seen = torch.ones_like(query >= key)
+    if window is not None:
+        seen = (key <= query) & (query - key < window)
+    return seen[None, None]
