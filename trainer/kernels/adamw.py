@@ -36,10 +36,11 @@ def _adamw_kernel(
     rate = tl.load(factors + 1)
     keep = tl.load(factors + 2)
     root = tl.load(factors + 3)
-    # False for NaN and infinities alike: such a step changes nothing.
-    finite = coefficient - coefficient == 0.0
+    # True for NaN and infinities alike: such a step changes nothing.
+    if coefficient - coefficient != 0.0:
+        return
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (place < count) & finite
+    inside = place < count
     g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) * coefficient
     m = tl.load(average + place, mask=inside, other=0.0)
     v = tl.load(square + place, mask=inside, other=0.0)

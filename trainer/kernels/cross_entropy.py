@@ -35,9 +35,9 @@ def _rows_kernel(
     logp,
     best,
     stride,
-    vocabulary,
     scale,
     cap,
+    VOCABULARY: tl.constexpr,
     HAS_CAP: tl.constexpr,
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
@@ -51,8 +51,8 @@ def _rows_kernel(
     place = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     top = tl.full([GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
-    for start in range(0, vocabulary, GROUPS * LANES):
-        inside = start + place < vocabulary
+    for start in range(0, VOCABULARY, GROUPS * LANES):
+        inside = start + place < VOCABULARY
         raw = tl.load(base + start + place, mask=inside, other=0.0, eviction_policy="evict_last")
         z = tl.where(inside, _finish(raw, scale, cap, HAS_CAP), float("-inf"))
         higher = tl.maximum(top, tl.max(z, axis=1))
@@ -63,8 +63,8 @@ def _rows_kernel(
     highest = tl.max(top, axis=0)
     normalizer = highest + tl.log(tl.sum(total * tl.exp(top - highest), axis=0))
     first = tl.full([GROUPS], 2147483647, tl.int32)
-    for start in range(0, vocabulary, GROUPS * LANES):
-        inside = start + place < vocabulary
+    for start in range(0, VOCABULARY, GROUPS * LANES):
+        inside = start + place < VOCABULARY
         raw = tl.load(base + start + place, mask=inside, other=0.0, eviction_policy="evict_first")
         z = _finish(raw, scale, cap, HAS_CAP)
         first = tl.minimum(
@@ -102,9 +102,9 @@ def softmax_gradient_(
         logp,
         best,
         logits.stride(0),
-        vocabulary,
         scale,
         1.0 if cap is None else cap,
+        VOCABULARY=vocabulary,
         HAS_CAP=cap is not None,
         GROUPS=32 * warps,
         LANES=LANES,
