@@ -72,7 +72,7 @@ class Host(_Strict):
     """Read in place of the user's and the system's known_hosts."""
     host_keys: Literal["strict", "accept-new"] | None = None
     """``strict`` refuses an unknown key, ``accept-new`` records it; a changed key is always
-    refused. Default: the ssh config's ``StrictHostKeyChecking`` where that is accept-new, else strict."""
+    refused. Default: the ssh config's ``StrictHostKeyChecking`` if accept-new, else strict."""
     ssh_config: Path | None = None
     """Read in place of ``~/.ssh/config``, as with ``ssh -F``."""
     pct: Program = "pct"
