@@ -1,0 +1,381 @@
+"""The lab: a Proxmox host on this machine, up, down and in between."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.errors import NotFoundError, RefusedError, UsageError
+from orchestrator.lab import cgroups, files, network, render, requirements
+from orchestrator.lab.layout import PROGRAMS, Layout
+from orchestrator.lab.processes import Process, boot_id, children, listener
+from orchestrator.lab.spec import LabSpec
+
+START_LIMIT_S = 20.0
+CLEAN_ENV = {"PATH": requirements.SYSTEM_PATH}
+
+
+class Lab:
+    """One lab, known by its root folder; any process may take it over from its state file."""
+
+    def __init__(self, spec: LabSpec | None = None) -> None:
+        self.spec = spec or LabSpec()
+        self.layout = Layout(self.spec.root)
+
+    # --- up and down ---------------------------------------------------------------------------
+
+    def up(self, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+        """Start host and containers; a lab that is up already stays as it is.
+
+        Raises RefusedError when something is missing, the port is taken, or a start fails (then
+        nothing is left behind). Returns ``status()``.
+        """
+        backend = requirements.choose_backend(self.spec.backend)
+        requirements.check(backend)
+        with self._locked():
+            if self.sshd is not None:
+                progress("the lab is up already")
+                return self.status()
+            self._clean()
+            if holder := listener(self.spec.port):
+                raise RefusedError(
+                    f"port {self.spec.port} is taken by another program ({holder})",
+                    next_step="choose another with --port, or end that program",
+                )
+            try:
+                self._start(backend, progress)
+            except BaseException:
+                self._clean()
+                raise
+            return self.status()
+
+    def _start(self, backend: str, progress: Callable[[str], None]) -> None:
+        layout, spec = self.layout, self.spec
+        layout.root.mkdir(parents=True, mode=0o700)
+        groups = cgroups.find(layout.cgroup)
+        state: dict[str, Any] = {
+            "backend": backend,
+            "boot_id": boot_id(),
+            "cgroups": [str(group) for group in groups.groups],
+            "inventory": str(self.inventory),
+            "port": spec.port,
+        }
+        self._write_state(state)  # before anything that `down` would have to find
+        limits = cgroups.make(groups)
+        prefix = network.make_bridge(layout.bridge, int(layout.id, 16)) if spec.network else None
+        addresses = {
+            ct.vmid: render.address(prefix, index) if prefix else None
+            for index, ct in enumerate(spec.containers)
+        }
+        progress(f"host {spec.node}: sshd on 127.0.0.1:{spec.port}")
+        files.make_keys(layout, spec.port)
+        files.make_host(layout, spec, requirements.choose_backend(backend), groups)
+        private = files.private_paths(layout, spec)
+        for ct in spec.containers:
+            files.make_container(
+                layout, spec, ct, ip=addresses[ct.vmid], groups=groups, private=private
+            )
+        sshd = self._start_host(groups)
+        state |= {
+            "sshd": sshd.as_dict(),
+            "memory_limits": limits,
+            "network": f"{prefix}.0/24" if prefix else None,
+            "addresses": {str(vmid): address for vmid, address in addresses.items()},
+            "spec": json.loads(json.dumps(asdict(spec), default=str)),
+        }
+        self._write_state(state)
+        numbers = [ct.vmid for ct in spec.containers if ct.running]
+        progress(f"containers ({backend}): starting {', '.join(map(str, numbers)) or 'none'}")
+        self._start_containers(numbers)
+        if spec.pct_delay:
+            self.fault("pct-delay", str(spec.pct_delay))
+        self._write_inventory()
+        progress(f"inventory: {self.inventory}")
+
+    def down(self, progress: Callable[[str], None] = lambda line: None) -> bool:
+        """End everything and remove it; returns whether there was anything."""
+        if os.geteuid() != 0:
+            raise RefusedError("only root can take the lab down", next_step="run it with sudo")
+        with self._locked():
+            found = self._clean()
+        self.layout.lock.unlink(missing_ok=True)
+        progress("the lab is down" if found else "there was no lab")
+        return found
+
+    def _clean(self) -> bool:
+        """Remove whatever there is of this lab: whole, half-made, or of an older boot."""
+        layout, state = self.layout, self.state()
+        groups = [Path(group) for group in state.get("cgroups", [])]
+        if not groups:
+            groups = cgroups.leftovers(layout.cgroup)
+        stubborn = cgroups.kill(groups)
+        if stubborn:
+            raise RefusedError(
+                f"processes of the lab do not end: {sorted(stubborn)}",
+                next_step="look at them with ps (state D: a hung device), then try again",
+            )
+        self._reap(state)
+        cgroups.remove(groups)
+        network.remove_bridge(layout.bridge)
+        Path(state.get("inventory", self.inventory)).unlink(missing_ok=True)
+        found = layout.root.exists()
+        if found:
+            self._remove_root()
+        return found or bool(groups)
+
+    def _remove_root(self) -> None:
+        """Only a folder that is a lab's, and never across a mount."""
+        root = self.layout.root
+        if any(root.iterdir()) and not self.layout.state.exists():
+            raise UsageError(
+                f"{root} is not empty and is no lab of ours",
+                next_step="remove it by hand, or choose another folder with DFLASHCTL_LAB_ROOT",
+            )
+        mounted = [
+            line.split()[4]
+            for line in Path("/proc/self/mountinfo").read_text().splitlines()
+            if Path(line.split()[4]).is_relative_to(root)
+        ]
+        if mounted:
+            raise RefusedError(
+                f"something is mounted below {root}: {mounted[0]}",
+                next_step=f"umount {mounted[0]}",
+            )
+        for path in sorted(root.iterdir()):
+            if path != self.layout.state:  # last: what is half removed is still known as ours
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(root)
+
+    @staticmethod
+    def _reap(state: dict[str, Any]) -> None:
+        """The sshd that this very process started is a zombie until it is waited for."""
+        if "sshd" in state:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(state["sshd"]["pid"], os.WNOHANG)
+
+    def _start_host(self, groups: cgroups.Hierarchies) -> Process:
+        layout = self.layout
+        log = layout.host / "start.log"
+        argv = ["unshare", "--mount", "--uts", "--propagation", "private"]
+        argv += ["/bin/sh", str(PROGRAMS / "host-start"), str(layout.root), self.spec.node]
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [*argv, *map(str, groups.host)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                env=CLEAN_ENV,
+                start_new_session=True,
+            )
+        until = time.monotonic() + START_LIMIT_S
+        while not self._answers():
+            if child.poll() is not None or time.monotonic() > until:
+                detail = log.read_text().strip()
+                if layout.sshd_log.exists():
+                    detail = f"{detail}\n{layout.sshd_log.read_text()}".strip()
+                raise RefusedError(
+                    "the lab's host did not start: "
+                    + (detail.splitlines() or ["no reason given"])[-1],
+                    next_step="the lab's folder must not lie on an overlay file system; "
+                    "choose one with DFLASHCTL_LAB_ROOT",
+                )
+            time.sleep(0.005)
+        sshd = Process.of(child.pid)
+        if sshd is None:
+            raise RefusedError("the lab's sshd ended at once")
+        child.returncode = 0  # it outlives this object on purpose
+        return sshd
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.spec.port), timeout=5) as link:
+                return link.recv(4) == b"SSH-"
+        except OSError:
+            return False
+
+    def _start_containers(self, numbers: Sequence[int], at_once: int = 4) -> None:
+        waiting = list(numbers)
+        running: list[tuple[int, subprocess.Popen[str]]] = []
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                vmid = waiting.pop(0)
+                argv = self.host_argv(["pct", "start", str(vmid)])
+                pipe = subprocess.PIPE
+                child = subprocess.Popen(
+                    argv,
+                    env=CLEAN_ENV,
+                    stdin=subprocess.DEVNULL,
+                    stdout=pipe,
+                    stderr=pipe,
+                    text=True,
+                )
+                running.append((vmid, child))
+            vmid, child = running.pop(0)
+            out, _ = child.communicate()
+            if child.returncode:
+                for _, other in running:
+                    other.communicate()
+                detail = out.strip() or f"exit code {child.returncode}"
+                raise RefusedError(f"container {vmid} did not start: {detail}", host="lab", ct=vmid)
+
+    def _write_inventory(self) -> None:
+        data = render.inventory(self.layout, self.spec)
+        self.inventory.parent.mkdir(parents=True, exist_ok=True)
+        self.inventory.write_text(yaml.safe_dump(data, sort_keys=False))
+
+    # --- state -----------------------------------------------------------------------------------
+
+    @property
+    def inventory(self) -> Path:
+        return self.spec.inventory or self.layout.root / "inventory.yaml"
+
+    def state(self) -> dict[str, Any]:
+        """The state file; empty if there is none or it was cut off by a crash."""
+        try:
+            data = json.loads(self.layout.state.read_text())
+        except (FileNotFoundError, PermissionError, json.JSONDecodeError):
+            return {}
+        return data if isinstance(data, dict) else {}
+
+    def _write_state(self, state: dict[str, Any]) -> None:
+        beside = self.layout.state.with_suffix(".new")
+        beside.write_text(json.dumps(state, indent=1))
+        beside.replace(self.layout.state)
+
+    @property
+    def sshd(self) -> Process | None:
+        """The host's main process, if it is the one that this lab started."""
+        state = self.state()
+        if state.get("boot_id") != boot_id() or "sshd" not in state:
+            return None
+        process = Process(**state["sshd"])
+        return process if process.alive else None
+
+    def status(self) -> dict[str, Any]:
+        """Stable keys, for --json: up, root, port, backend, inventory, containers, …"""
+        state, sshd = self.state(), self.sshd
+        result: dict[str, Any] = {
+            "up": sshd is not None,
+            "root": str(self.layout.root),
+            "port": state.get("port"),
+            "backend": state.get("backend"),
+            "memory_limits": state.get("memory_limits"),
+            "network": state.get("network"),
+            "inventory": state.get("inventory"),
+            "sshd_pid": sshd.pid if sshd else None,
+            "containers": [],
+        }
+        if sshd:
+            listed = self.host(["pct", "list"]).stdout.splitlines()[1:]
+            result["containers"] = [
+                {
+                    "ct": int(line[:10]),
+                    "state": line[11:21].strip(),
+                    "name": line[35:].strip(),
+                    "address": state["addresses"].get(line[:10].strip()),
+                }
+                for line in listed
+            ]
+        return result
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One `up` or `down` at a time."""
+        self.layout.lock.parent.mkdir(parents=True, exist_ok=True)
+        with self.layout.lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    # --- use -----------------------------------------------------------------------------------
+
+    def host_argv(self, argv: Sequence[str]) -> list[str]:
+        """``argv`` as a process on the lab's host, beside sshd; no connection is made."""
+        sshd = self.sshd
+        if sshd is None:
+            raise NotFoundError("the lab is not up", next_step="dflashctl lab up")
+        return ["nsenter", "--target", str(sshd.pid), "--mount", "--uts", "--", *argv]
+
+    def host(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run it; ``options`` are those of subprocess.run."""
+        merged: dict[str, Any] = {"capture_output": True, "text": True, "env": CLEAN_ENV}
+        return subprocess.run(self.host_argv(argv), **(merged | options), check=False)
+
+    def pct(self, *args: str | int) -> str:
+        """``pct`` on the host, without SSH; its output. Raises RefusedError when it fails."""
+        done = self.host(["pct", *map(str, args)], stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise RefusedError(f"pct {args[0]}: {done.stderr.strip()}", host="lab")
+        return done.stdout
+
+    def ssh_argv(self, *command: str, port: int | None = None) -> list[str]:
+        """OpenSSH's client with the lab's key; ``port`` is that of a proxy in front of sshd."""
+        options = {
+            "BatchMode": "yes",
+            "ConnectTimeout": "10",
+            "HostKeyAlias": f"[127.0.0.1]:{self.spec.port}",
+            "IdentitiesOnly": "yes",
+            "IdentityFile": str(self.layout.user_key),
+            "LogLevel": "ERROR",
+            "Port": str(port or self.spec.port),
+            "StrictHostKeyChecking": "yes",
+            "UserKnownHostsFile": str(self.layout.known_hosts),
+        }
+        flags = [part for key, value in options.items() for part in ("-o", f"{key}={value}")]
+        return ["ssh", "-F", "none", *flags, "root@127.0.0.1", *command]
+
+    def ssh(
+        self, *command: str, port: int | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        merged: dict[str, Any] = {"capture_output": True, "text": True}
+        if "input" not in options:
+            merged["stdin"] = subprocess.DEVNULL
+        return subprocess.run(self.ssh_argv(*command, port=port), **(merged | options), check=False)
+
+    def sessions(self) -> list[int]:
+        """Server-side sshd processes, one a connection: kill one to cut it from the far side."""
+        sshd = self.sshd
+        return children(sshd.pid) if sshd else []
+
+    def start(self, vmid: int) -> None:
+        self.pct("start", vmid)
+
+    def stop(self, vmid: int) -> None:
+        self.pct("stop", vmid)
+
+    def reboot(self, vmid: int) -> None:
+        self.pct("reboot", vmid)
+
+    def freeze(self, vmid: int) -> None:
+        self.pct("suspend", vmid)
+
+    def thaw(self, vmid: int) -> None:
+        self.pct("resume", vmid)
+
+    def init_pid(self, vmid: int) -> int:
+        """The container's PID 1, as this machine numbers it."""
+        for line in self.pct("status", vmid, "--verbose").splitlines():
+            if line.startswith("pid: "):
+                return int(line[5:])
+        raise NotFoundError(f"container {vmid} is not running", host="lab", ct=vmid)
+
+    def files(self, vmid: int) -> Path:
+        """The running container's / as this machine can read and write it."""
+        return Path(f"/proc/{self.init_pid(vmid)}/root")
+
+    def fault(self, name: str, value: str | None = "") -> None:
+        """Set a fault switch that ``pct`` reads, or clear it with None."""
+        path = self.layout.faults / name
+        path.unlink(missing_ok=True) if value is None else path.write_text(value)

@@ -1,0 +1,79 @@
+"""What a lab needs of the machine, checked before anything is made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from orchestrator.errors import RefusedError, UsageError
+from orchestrator.lab.spec import Backend
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# program → Debian package
+NEEDED = {
+    "sshd": "openssh-server",
+    "ssh-keygen": "openssh-client",
+    "perl": "perl-base",
+    "ip": "iproute2",
+    "tmux": "tmux",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+    "pivot_root": "util-linux",
+}
+NEEDED_LXC = {"lxc-start": "lxc", "lxc-attach": "lxc", "lxc-stop": "lxc"}
+
+
+def which(program: str) -> str | None:
+    """Look where system programs are: a user's PATH often lacks /usr/sbin."""
+    return shutil.which(program, path=SYSTEM_PATH)
+
+
+def choose_backend(asked: str | None) -> Backend:
+    """``asked`` comes from the caller or $DFLASHCTL_LAB_BACKEND; None takes LXC if installed."""
+    asked = asked or os.environ.get("DFLASHCTL_LAB_BACKEND") or None
+    if asked is None:
+        return "lxc" if which("lxc-start") else "unshare"
+    if asked == "lxc":
+        return "lxc"
+    if asked == "unshare":
+        return "unshare"
+    raise UsageError(f"lab backend {asked!r} is unknown", next_step="use lxc or unshare")
+
+
+def missing(backend: Backend) -> list[str]:
+    """Debian packages that this machine lacks for ``backend``, sorted."""
+    needed = NEEDED | (NEEDED_LXC if backend == "lxc" else {})
+    return sorted({package for program, package in needed.items() if which(program) is None})
+
+
+def check(backend: Backend) -> None:
+    """Raise one RefusedError naming everything that is missing and how to get it."""
+    problems, steps = [], []
+    if not sys.platform.startswith("linux"):
+        raise RefusedError(
+            f"the lab needs Linux; this is {sys.platform}",
+            next_step="run it in a Linux virtual machine, or use a real Proxmox host",
+        )
+    if os.geteuid() != 0:
+        problems.append("root (it makes namespaces, mounts and cgroups)")
+        steps.append("run it again as root, for example with sudo")
+    if packages := missing(backend):
+        problems.append("the programs of " + ", ".join(packages))
+        steps.append("apt install --no-install-recommends " + " ".join(packages))
+    if problems:
+        raise RefusedError(
+            "the lab cannot start here; missing: " + "; ".join(problems),
+            next_step=", then ".join(steps),
+        )
+
+
+def reason_to_skip() -> str | None:
+    """For tests: why there can be no lab on this machine, or None."""
+    try:
+        check(choose_backend(None))
+    except RefusedError as error:
+        return error.what
+    return None

@@ -1,0 +1,111 @@
+"""What a lab consists of, as plain data: one host and its containers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from orchestrator.errors import UsageError
+
+Backend = Literal["lxc", "unshare"]
+Interpreter = Literal["shared", "own", "minimal", "host"]
+
+MIB = 1024 * 1024
+DEFAULT_ROOT = Path("/var/lib/dflashctl/lab")
+DEFAULT_PORT = 20022
+SHARED_PYTHON = Path("/var/lib/dflashctl/python")
+"""A virtual environment with torch, made once on the machine; see ``Container.python``."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container. Sizes are bytes.
+
+    ``python``: which interpreter the inventory names.
+      shared   the lab's ``shared_python``, read-only at /opt/dflash/python, if it exists
+      own      a bare virtual environment at /srv/python, with no packages
+      minimal  /usr/bin/python3 without ``json`` and all else that Debian's python3-minimal lacks
+      host     /usr/bin/python3 as the machine has it
+    """
+
+    vmid: int
+    running: bool = True
+    python: Interpreter = "host"
+    memory: int = 0
+    """Limit of the memory cgroup; 0 means none."""
+    shm: int = 64 * MIB
+    workdir: str = "/workspace"
+    workdir_size: int = 0
+    """A tmpfs of that size, to be filled by tests; 0 means a folder on the lab's own disk."""
+    tmux: bool = True
+    hostname: str = ""
+
+    def __post_init__(self) -> None:
+        if not 100 <= self.vmid <= 999_999_999:
+            raise UsageError(f"container number {self.vmid} is not between 100 and 999999999")
+        if not self.workdir.startswith("/") or self.workdir == "/":
+            raise UsageError(f"container {self.vmid}: workdir {self.workdir!r} is not absolute")
+
+    @property
+    def name(self) -> str:
+        return self.hostname or f"ct{self.vmid}"
+
+
+DEFAULT_CONTAINERS = (
+    Container(200, python="shared"),
+    Container(201, python="own"),
+    Container(202, running=False),
+)
+
+
+@dataclass(frozen=True)
+class LabSpec:
+    root: Path = DEFAULT_ROOT
+    port: int = DEFAULT_PORT
+    containers: tuple[Container, ...] = DEFAULT_CONTAINERS
+    backend: Backend | None = None
+    """None takes LXC where it is installed, else unshare."""
+    network: bool = True
+    """A bridge and one veth with an address per container; without it containers have only lo."""
+    shared_python: Path = SHARED_PYTHON
+    inventory: Path | None = None
+    """Where to write the inventory; None means ``root/inventory.yaml``."""
+    node: str = "pve1"
+    pct_delay: float = 0.0
+    """Seconds of computing that each ``pct`` call costs first; the real one takes 0.5 to 0.97."""
+    masked: tuple[Path, ...] = field(default_factory=tuple)
+    """Further paths of this machine that containers must not see."""
+
+    def __post_init__(self) -> None:
+        numbers = [c.vmid for c in self.containers]
+        if len(set(numbers)) != len(numbers):
+            raise UsageError(f"container numbers are not unique: {sorted(numbers)}")
+        if len(numbers) > 200:
+            raise UsageError("a lab has at most 200 containers (one /24 network)")
+        if not self.root.is_absolute():
+            raise UsageError(f"lab folder {self.root} is not absolute")
+        # The LXC command socket is abstract and named by path: sun_path holds 107 bytes, above
+        # that LXC hashes the name and `pct` no longer finds it in /proc/net/unix.
+        if len(str(self.root)) > 70:
+            raise UsageError(f"lab folder {self.root} is longer than 70 characters")
+        if not 1 <= self.port <= 65535:
+            raise UsageError(f"port {self.port} is not a port")
+
+
+def parse_containers(text: str) -> tuple[Container, ...]:
+    """``200,201,202:stopped`` → containers; 200 gets the shared interpreter, 201 its own."""
+    result = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(:stopped)?\s*", part)
+        if not match:
+            raise UsageError(
+                f"container list: {part!r} is not NUMBER or NUMBER:stopped",
+                next_step="write for example 200,201,202:stopped",
+            )
+        vmid = int(match[1])
+        by_number = {c.vmid: c for c in DEFAULT_CONTAINERS}
+        python: Interpreter = by_number[vmid].python if vmid in by_number else "host"
+        result.append(Container(vmid, running=not match[2], python=python))
+    return tuple(result)

@@ -1,0 +1,63 @@
+"""The `lab` fixture: a loopback Proxmox host of the test session's own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.lab import Container, Lab, LabSpec
+from orchestrator.lab.requirements import reason_to_skip
+from orchestrator.lab.spec import DEFAULT_CONTAINERS
+
+MakeLab = Callable[..., Lab]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def make_lab() -> Iterator[MakeLab]:
+    """Labs with folders and ports of their own, all taken down at the end.
+
+    They lie below $DFLASHCTL_LAB_ROOT (default /var/tmp: on disk, and a short path) and never
+    touch the user's own lab or inventory.
+    """
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    base = Path(os.environ.get("DFLASHCTL_LAB_ROOT", "/var/tmp"))
+    base.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="dfl-", dir=base))
+    numbers = itertools.count()
+    labs: list[Lab] = []
+
+    def make(containers: tuple[Container, ...] = DEFAULT_CONTAINERS, **options: object) -> Lab:
+        spec = LabSpec(
+            root=folder / str(next(numbers)),
+            port=free_port(),
+            containers=containers,
+            **options,  # type: ignore[arg-type]
+        )
+        labs.append(Lab(spec))
+        return labs[-1]
+
+    yield make
+    for lab in labs:
+        lab.down()
+    folder.rmdir()
+
+
+@pytest.fixture(scope="session")
+def lab(make_lab: MakeLab) -> Lab:
+    """Containers 200 and 201 running, 202 stopped. Tests leave it as they find it."""
+    lab = make_lab()
+    lab.up()
+    return lab
