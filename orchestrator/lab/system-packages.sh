@@ -1,38 +1,38 @@
-#!/bin/sh
-# Installs what the lab and the tests need from the distribution, or says what is missing.
-# Silent when everything is there.
-set -eu
-
-packages=""
-need() { # COMMAND PACKAGE
-    command -v "$1" >/dev/null 2>&1 || packages="$packages $2"
+#!/bin/sh -eu
+# Installs what the loopback lab and its interpreter need from the system, if anything is missing.
+# Prints nothing when all is there. Keep the list in step with orchestrator/lab/requirements.py.
+PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+missing=
+need() { # program package
+    command -v "$1" >/dev/null 2>&1 || missing="$missing $2"
 }
-PATH="$PATH:/usr/sbin:/sbin"
 need sshd openssh-server
 need ssh openssh-client
-need tmux tmux
+need perl perl-base
 need ip iproute2
+need tmux tmux
+need git git
+need python3 python3
 need lxc-start lxc
 need newuidmap uidmap
-need busybox busybox-static
-need git git
-need zstd zstd
-# Debian ships venv apart from python3; without ensurepip no environment can be made.
-/usr/bin/python3 -c 'import ensurepip' 2>/dev/null || packages="$packages python3-venv"
+python3 -c 'import ensurepip' 2>/dev/null || missing="$missing python3-venv"
+[ -n "$missing" ] || exit 0
 
-[ -n "$packages" ] || exit 0
+command="apt-get install -y --no-install-recommends$missing"
 if [ "$(id -u)" != 0 ]; then
-    echo "missing:$packages" >&2
-    echo "  next: run as root, or: sudo apt-get install --no-install-recommends$packages" >&2
-    exit 4
+    echo "missing system packages:$missing" >&2
+    echo "run as root: $command" >&2
+    exit 1
 fi
 if ! command -v apt-get >/dev/null 2>&1; then
-    echo "missing:$packages, and this system has no apt-get" >&2
-    echo "  next: install the same programs with your own package manager" >&2
-    exit 4
+    echo "missing system packages (Debian's names):$missing" >&2
+    echo "this machine has no apt: install them its own way" >&2
+    exit 1
 fi
-echo "installing$packages"
+echo "installing system packages:$missing"
 export DEBIAN_FRONTEND=noninteractive
+# A fresh machine has no package lists, and an old list names files that are gone.
 apt-get update -qq
-# shellcheck disable=SC2086  # the list is meant to be split
-apt-get install -y -qq --no-install-recommends $packages >/dev/null
+# sshd of the lab has a configuration and a port of its own: the system's need not start.
+mkdir -p /run/sshd
+$command -qq >/dev/null
