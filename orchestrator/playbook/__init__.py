@@ -1,0 +1,1 @@
+"""Playbooks: named sequences of steps as YAML, checked, bound to values, and run."""

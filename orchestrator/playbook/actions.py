@@ -1,0 +1,127 @@
+"""The fixed set of actions and what each may be told. Pure data: the edge gives them functions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _absent(value: Any) -> Any:
+    # A variable's default is often "", which stands for "not given".
+    return None if value == "" else value
+
+
+Text = Annotated[str | None, BeforeValidator(_absent)]
+Argv = Annotated[list[str], Field(min_length=1)]
+
+
+class Action(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Preflight(Action):
+    """Look at everything a launch needs; the step fails where `doctor` would."""
+
+
+class Env(Action):
+    """Compare the container's environment with a lock file, or write one."""
+
+    lock: Text = None
+    """Lock file on this machine to compare with."""
+    save: Text = None
+    """Where to write the container's own lock file."""
+    sync: bool = False
+    """Install what differs from ``lock``."""
+    fail_on: Literal["breaks", "may matter", "never"] = "breaks"
+    """The least difference that fails the step."""
+
+
+class Push(Action):
+    """Push code as a release. A later launch starts from it."""
+
+    code: Text = None
+    """Folder on this machine; null is where the command stands."""
+
+
+class Exec(Action):
+    """Run one command in each container and show its output."""
+
+    command: Argv
+    """argv, handed on word by word; no shell reads it."""
+    cwd: Text = None
+    """Null: the release that was pushed, else the workdir."""
+    env: dict[str, str] = {}
+    timeout_s: float | None = Field(None, gt=0)
+    ok: list[int] = [0]
+    """Exit codes that are good."""
+
+
+class Warmup(Action):
+    """Run a command that fills the compile caches before the run starts."""
+
+    command: Argv
+    cwd: Text = None
+    env: dict[str, str] = {}
+    timeout_s: float = Field(3600, gt=0)
+
+
+class Launch(Action):
+    """Start a run; what it starts is decided as for the verb `launch`."""
+
+    command: Annotated[list[str] | None, BeforeValidator(lambda v: v or None)] = None
+    config: Text = None
+    """A trainer config on this machine."""
+    code: Text = None
+    push: bool = True
+    """False starts what is already there."""
+    name: Text = None
+    env: dict[str, str] = {}
+    env_file: Text = None
+    """Variables that are kept secret."""
+    log: Text = None
+    """A link to the log at this path in the container."""
+    restarts: int = Field(0, ge=0)
+    force: bool = False
+
+
+class Wait(Action):
+    """Wait until the run has come so far."""
+
+    until: Literal["training", "ended"] = "ended"
+    """``training``: past compiling, or already ended well. ``ended``: finished; a run that failed
+    or was stopped fails the step."""
+    timeout_s: float | None = Field(None, gt=0)
+    run: Text = None
+
+
+class Diag(Action):
+    """Say what is wrong with the run."""
+
+    bundle: Text = None
+    """A file on this machine for the evidence, secrets removed."""
+    fail_on: Literal["fatal", "warning", "never"] = "fatal"
+    run: Text = None
+
+
+class Pull(Action):
+    """Fetch from the run's container, verified."""
+
+    what: str = "checkpoint"
+    """``checkpoint`` (the newest complete one), ``logs``, ``run`` (its whole folder), or a path."""
+    to: str = "."
+    """Folder on this machine."""
+    run: Text = None
+
+
+ACTIONS: dict[str, type[Action]] = {
+    "preflight": Preflight,
+    "env": Env,
+    "push": Push,
+    "exec": Exec,
+    "warmup": Warmup,
+    "launch": Launch,
+    "wait": Wait,
+    "diag": Diag,
+    "pull": Pull,
+}
