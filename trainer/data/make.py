@@ -1,0 +1,209 @@
+"""Data made by the target itself: prompts from its chat template, then its own responses.
+
+Both are append-only JSONL with one completed item a line, so a killed run continues where it
+stopped; a torn last line is cut off and made again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import FilePrompts, MakeConfig, ResponseConfig, SelfPrompts
+from trainer.data.conversation import (
+    Conversation,
+    Messages,
+    Rejection,
+    prompt_key,
+    read_conversations,
+)
+from trainer.data.decode import BatchDecoder, Request
+from trainer.data.template import ChatTemplate, stop_tokens
+from trainer.errors import DataError
+from trainer.telemetry import compact, duration
+
+Say = Callable[[str], None]
+
+PROGRESS_EVERY_S = 5.0
+
+
+@dataclass
+class Journal:
+    """Append-only JSONL whose lines are dictionaries with a ``key``."""
+
+    path: Path
+
+    def read(self) -> list[dict[str, Any]]:
+        """Whole lines; a torn last one is cut off the file."""
+        if not self.path.exists():
+            return []
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            with self.path.open("r+b") as stream:
+                stream.truncate(len(whole))
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def append(self, items: Iterable[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+
+
+class Progress:
+    """A line every few seconds: ``data: responses 120/400 | 15.2k tokens | 240 tok/s | eta 1m20s``."""
+
+    def __init__(self, what: str, total: int, say: Say, limit_s: float | None = None) -> None:
+        self.what, self.total, self.say, self.limit_s = what, total, say, limit_s
+        self.began = self.last = time.monotonic()
+        self.first: int | None = None
+
+    def update(self, done: int, tokens: int, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = done
+        if not force and now - self.last < PROGRESS_EVERY_S:
+            return
+        self.last = now
+        spent = max(now - self.began, 1e-9)
+        parts = [f"data: {self.what} {done}/{self.total}", f"{compact(tokens)} tokens"]
+        parts.append(f"{compact(tokens / spent)} tok/s")
+        fresh = done - self.first
+        left = [self.limit_s - spent] if self.limit_s is not None else []
+        if fresh:
+            left.append((self.total - done) * spent / fresh)
+        if left and not force:
+            parts.append(f"eta {duration(min(left))}")
+        self.say(" | ".join(parts))
+
+
+class Maker:
+    """The target at work on data. ``model`` is whole, with its head."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: MakeConfig, folder: Path, seed: int, say: Say
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer)
+        self.config = config
+        self.folder = folder
+        self.seed = seed
+        self.say = say
+        self.stop = stop_tokens(tokenizer, model.generation_config)
+
+    def prompts(self) -> tuple[list[Conversation], list[Rejection]]:
+        """All prompts of all sources, each once."""
+        found: dict[str, Conversation] = {}
+        rejected: list[Rejection] = []
+        for number, source in enumerate(self.config.prompts):
+            if isinstance(source, FilePrompts):
+                items: Iterable[Conversation | Rejection] = read_conversations(
+                    source.path, source.template, source.limit
+                )
+            else:
+                items = self._self_made(source, number)
+            for item in items:
+                if isinstance(item, Rejection):
+                    rejected.append(item)
+                elif item.key in found:
+                    rejected.append(Rejection(item.where, "the same prompt as an earlier one"))
+                else:
+                    found[item.key] = Conversation(item.prompt, item.where)
+        if not found:
+            reasons = "; ".join(f"{r.where} {r.reason}" for r in rejected[:3])
+            raise DataError(f"data.make.prompts gave no usable prompt: {reasons}")
+        return list(found.values()), rejected
+
+    def _self_made(self, source: SelfPrompts, number: int) -> Iterator[Conversation]:
+        """Let the target continue ``…user\\n{opening}`` until it ends the user's turn."""
+        journal = Journal(self.folder / f"prompts-{number}.jsonl")
+        known = {item["key"]: item for item in journal.read()}
+        before, after = self.template.user_frame()
+        start = self.tokenizer(before + source.opening, add_special_tokens=False)["input_ids"]
+        end = self.tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        requests = [
+            Request(
+                key,
+                list(start),
+                source.max_new_tokens,
+                source.temperature,
+                source.top_p,
+                self.seed + number,
+            )
+            for key in range(source.count)
+            if key not in known
+        ]
+        decoder = BatchDecoder(
+            self.model, self.stop | set(end), self._pad(), self.config.response.batch
+        )
+        progress = Progress("prompts", source.count, self.say)
+        for completion in decoder.run(requests):
+            if completion is not None:
+                tokens = completion.tokens[:-1] if completion.ended else completion.tokens
+                text = source.opening + self.tokenizer.decode(tokens, skip_special_tokens=True)
+                item = {"key": completion.key, "text": text.strip(), "ended": completion.ended}
+                known[completion.key] = item
+                journal.append([item])
+            progress.update(len(known), decoder.generated)
+        if requests:
+            progress.update(len(known), decoder.generated, force=True)
+        for key in sorted(known):
+            # A prompt cut by the limit is half a question: it would teach the target's half answer.
+            if known[key]["ended"] and known[key]["text"]:
+                message = {"role": "user", "content": known[key]["text"]}
+                yield Conversation([message], f"self-made:{number}:{key}")
+
+    def responses(self, prompts: list[Conversation]) -> list[dict[str, Any]]:
+        """``{"key", "messages", "prompt_tokens", "response_tokens", "ended"}`` for each prompt, in
+        the prompts' order; fewer if the time ran out."""
+        settings: ResponseConfig = self.config.response
+        journal = Journal(self.folder / "responses.jsonl")
+        made = {item["key"]: item for item in journal.read()}
+        keys = [prompt_key(p.messages) for p in prompts]
+        encoded = [self.template.prompt(p.messages) for p in prompts]
+        requests = [
+            Request(
+                index,
+                tokens,
+                settings.max_new_tokens,
+                settings.temperature,
+                settings.top_p,
+                self.seed,
+            )
+            for index, (key, tokens) in enumerate(zip(keys, encoded, strict=True))
+            if key not in made
+        ]
+        # Alike lengths together: a batch is as wide as its longest row.
+        decoder = BatchDecoder(self.model, self.stop, self._pad(), settings.batch)
+        progress = Progress("responses", len(prompts), self.say, settings.seconds)
+        deadline = time.monotonic() + settings.seconds if settings.seconds else None
+        for completion in decoder.run(requests, deadline):
+            if completion is not None:
+                index = completion.key
+                made[keys[index]] = item = {
+                    "key": keys[index],
+                    "messages": prompts[index].messages,
+                    "prompt_tokens": encoded[index],
+                    "response_tokens": completion.tokens,
+                    "ended": completion.ended,
+                }
+                journal.append([item])
+            progress.update(len(made), decoder.generated)
+        if requests:
+            progress.update(len(made), decoder.generated, force=True)
+        return [made[key] for key in keys if key in made]
+
+    def _pad(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else next(iter(self.stop)))
+
+
+def answered(item: dict[str, Any], tokenizer: Any) -> Messages:
+    """A response's whole conversation as text."""
+    text = tokenizer.decode(item["response_tokens"], skip_special_tokens=True)
+    return [*item["messages"], {"role": "assistant", "content": text}]

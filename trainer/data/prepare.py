@@ -1,0 +1,233 @@
+"""From a config to a prepared folder: made or read, tokenized, split, reported.
+
+    folder/prompts-N.jsonl, responses.jsonl   what the target made (append-only)
+    folder/train/, folder/held_out/           tokenized samples
+    folder/held_out.jsonl                     the held-out prompts, for evaluation
+    folder/report.json                        written last: the folder is complete
+
+A complete folder of the same config is used as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config import TrainConfig, digest
+from trainer.data.conversation import (
+    Conversation,
+    Messages,
+    Rejection,
+    is_held_out,
+    read_conversations,
+)
+from trainer.data.make import Maker, Say
+from trainer.data.store import Samples
+from trainer.data.template import ChatTemplate, Encoded
+from trainer.errors import DataError
+from trainer.objective import anchor_candidates
+
+REPORT = "report.json"
+HELD_OUT_PROMPTS = "held_out.jsonl"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    train: Samples
+    held_out: Samples
+    prompts: list[Messages]
+    """Held-out prompts."""
+    report: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.report["train"]
+        return found
+
+
+@dataclass
+class _Sample:
+    key: str
+    prompt: Messages
+    encoded: Encoded
+
+
+def data_key(config: TrainConfig) -> str:
+    """What prepared data depends on."""
+    data = config.data.model_dump(
+        mode="json", include={"files", "make", "held_out", "sequence_length"}
+    )
+    target = config.target.model_dump(mode="json", include={"model", "chat_template"})
+    return digest({"data": data, "target": target, "seed": config.seed})
+
+
+def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
+    """The folder's contents if it is complete and of this config."""
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {folder / REPORT}: {error}") from None
+    if report.get("key") != data_key(config):
+        raise DataError(
+            f"{folder} holds data prepared by another config (key {report.get('key')}, this config's"
+            f" is {data_key(config)})",
+            next_step="choose another data.folder, or delete that one",
+        )
+    prompts = [
+        json.loads(line)["messages"]
+        for line in (folder / HELD_OUT_PROMPTS).read_text(encoding="utf-8").splitlines()
+    ]
+    return Prepared(
+        Samples.load(folder / "train"), Samples.load(folder / "held_out"), prompts, report
+    )
+
+
+def prepare(
+    config: TrainConfig, folder: Path, tokenizer: Any, model: Callable[[], Any], say: Say
+) -> Prepared:
+    """Make the folder complete and load it. ``model`` loads the whole target; it is called only if
+    the target has something to write."""
+    found = load_prepared(config, folder)
+    if found is not None:
+        say(f"data: {folder} is complete: {_line(found.report)}")
+        return found
+    _make_folder(folder, config)
+    rejected: list[Rejection] = []
+    samples = list(_from_files(config, tokenizer, rejected))
+    if config.data.make is not None:
+        maker = Maker(model(), tokenizer, config.data.make, folder, config.seed, say)
+        prompts, bad = maker.prompts()
+        rejected += bad
+        samples += [_from_response(item) for item in maker.responses(prompts)]
+    kept = _usable(samples, rejected, config.data.sequence_length)
+    _write(config, folder, kept, rejected)
+    prepared = load_prepared(config, folder)
+    assert prepared is not None
+    say(f"data: {_line(prepared.report)}")
+    for reason, count in list(prepared.report["rejected"]["reasons"].items())[:5]:
+        say(f"data: left out {count}: {reason}")
+    return prepared
+
+
+def _make_folder(folder: Path, config: TrainConfig) -> None:
+    """A folder begun by another config is refused: its journals would be mixed into this one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker = folder / "key"
+        if marker.exists() and marker.read_text(encoding="utf-8") != data_key(config):
+            raise DataError(
+                f"{folder} holds unfinished data of another config",
+                next_step="choose another data.folder, or delete that one",
+            )
+        marker.write_text(data_key(config), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot write to data.folder {folder}: {error.strerror}") from None
+
+
+def _from_files(
+    config: TrainConfig, tokenizer: Any, rejected: list[Rejection]
+) -> Iterable[_Sample]:
+    if not config.data.files:
+        return
+    template = ChatTemplate(tokenizer)
+    for path in config.data.files:
+        for item in read_conversations(path):
+            if isinstance(item, Rejection):
+                rejected.append(item)
+            elif item.messages[-1]["role"] != "assistant":
+                rejected.append(Rejection(item.where, "ends without an answer"))
+            else:
+                yield _Sample(item.key, item.prompt, template.encode(item.messages))
+
+
+def _from_response(item: dict[str, Any]) -> _Sample:
+    """Exactly the tokens that the target read and wrote; no text is tokenized again."""
+    prompt, response = item["prompt_tokens"], item["response_tokens"]
+    mask = np.zeros(len(prompt) + len(response), dtype=bool)
+    mask[len(prompt) :] = True
+    return _Sample(
+        item["key"], item["messages"], Encoded(np.array(prompt + response, np.int32), mask)
+    )
+
+
+def _usable(samples: list[_Sample], rejected: list[Rejection], length: int) -> list[_Sample]:
+    """Samples with something to learn within the first ``length`` tokens."""
+    kept = []
+    for sample in samples:
+        if anchor_candidates(sample.encoded.supervised[:length]).size:
+            kept.append(sample)
+        else:
+            rejected.append(Rejection(sample.key[:12], "no supervised pair of tokens in reach"))
+    if not kept:
+        reasons = Counter(r.reason for r in rejected).most_common(3)
+        shown = "; ".join(f"{count} × {reason}" for reason, count in reasons)
+        raise DataError(
+            f"no sample has anything to learn: {shown or 'the sources are empty'}",
+            next_step="`python -m trainer data check CONFIG` shows each rejected line",
+        )
+    return kept
+
+
+def _write(
+    config: TrainConfig, folder: Path, samples: list[_Sample], rejected: list[Rejection]
+) -> None:
+    held = [s for s in samples if is_held_out(s.key, config.data.held_out)]
+    train = [s for s in samples if not is_held_out(s.key, config.data.held_out)]
+    if not train:
+        raise DataError(
+            f"all {len(samples)} samples fall into the held-out share of {config.data.held_out}",
+            next_step="give more data, or lower data.held_out",
+        )
+    report: dict[str, Any] = {"key": data_key(config)}
+    for name, part in (("train", train), ("held_out", held)):
+        arrays = Samples.of(s.encoded for s in part)
+        arrays.save(folder / name)
+        report[name] = arrays.fingerprint()
+    reasons = Counter(r.reason for r in rejected)
+    report["rejected"] = {
+        "count": len(rejected),
+        "reasons": dict(reasons.most_common()),
+        "first": [f"{r.where}: {r.reason}" for r in rejected[:20]],
+    }
+    prompts = {s.key: s.prompt for s in held}
+    lines = "".join(
+        json.dumps({"messages": prompt}, ensure_ascii=False) + "\n" for prompt in prompts.values()
+    )
+    (folder / HELD_OUT_PROMPTS).write_text(lines, encoding="utf-8")
+    beside = folder / (REPORT + ".part")
+    beside.write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
+    os.replace(beside, folder / REPORT)
+
+
+def _line(report: dict[str, Any]) -> str:
+    train = report["train"]
+    share = train["supervised"] / max(1, train["tokens"])
+    return (
+        f"{train['samples']} samples, {train['tokens']} tokens ({share:.0%} supervised),"
+        f" {report['held_out']['samples']} held out, {report['rejected']['count']} rejected"
+    )
+
+
+def check_files(config: TrainConfig, tokenizer: Any) -> tuple[dict[str, Any], list[Rejection]]:
+    """Read and encode everything that needs no target at work: (report, rejected lines)."""
+    rejected: list[Rejection] = []
+    samples = list(_from_files(config, tokenizer, rejected))
+    prompts = 0
+    for source in config.data.make.prompts if config.data.make else []:
+        if source.kind == "file":
+            for item in read_conversations(source.path, source.template, source.limit):
+                if isinstance(item, Conversation):
+                    prompts += 1
+                else:
+                    rejected.append(item)
+    report = {"samples": Samples.of(s.encoded for s in samples).fingerprint(), "prompts": prompts}
+    return report, rejected

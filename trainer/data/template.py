@@ -1,0 +1,120 @@
+"""From messages to tokens and the loss mask, by the target's own chat template.
+
+Three ways to know which tokens the assistant wrote, in this order:
+
+1. ``{% generation %}`` markers in the template;
+2. rendered prefixes: what the template adds for a turn beyond the prompt that invites it;
+3. neither holds: stop. An all-zero or all-one mask trains nothing or the wrong thing, silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from trainer.data.conversation import Messages
+from trainer.errors import DataError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    tokens: np.ndarray
+    """i32 [L]"""
+    supervised: np.ndarray
+    """bool [L]: written by the assistant, its end-of-turn token included."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. Raises ``DataError`` if the tokenizer has none."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                "the target's tokenizer has no chat template",
+                next_step="give one by target.chat_template, or choose an instruction-tuned target",
+            )
+        self.tokenizer = tokenizer
+        self.has_markers = "{% generation" in _squeeze(tokenizer.chat_template)
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Tokens up to where the assistant begins."""
+        return self._tokens(self._render(messages, invite=True))
+
+    def encode(self, messages: Messages) -> Encoded:
+        """A whole conversation. Raises ``DataError`` when the loss mask cannot be known."""
+        return self._by_markers(messages) if self.has_markers else self._by_prefixes(messages)
+
+    def user_frame(self) -> tuple[str, str]:
+        """The template's text before and after a user's words, up to the assistant's turn."""
+        marker = "\u2402user\u2402"
+        text = self._render([{"role": "user", "content": marker}], invite=True)
+        before, found, after = text.partition(marker)
+        if not found:
+            raise DataError("the chat template does not show the user's words as they are")
+        return before, after
+
+    def _by_markers(self, messages: Messages) -> Encoded:
+        made = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        mask = np.asarray(made["assistant_masks"], dtype=bool)
+        return Encoded(np.asarray(made["input_ids"], dtype=np.int32), mask)
+
+    def _by_prefixes(self, messages: Messages) -> Encoded:
+        text = self._render(messages, invite=False)
+        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = np.asarray(made["input_ids"], dtype=np.int32)
+        starts = np.asarray([start for start, _ in made["offset_mapping"]], dtype=np.int64)
+        supervised = np.zeros(tokens.size, dtype=bool)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            begin = self._render(messages[:index], invite=True)
+            end = self._render(messages[: index + 1], invite=False)
+            if not text.startswith(begin) or not text.startswith(end) or len(end) <= len(begin):
+                raise DataError(
+                    "the chat template has no {% generation %} markers and rewrites earlier turns,"
+                    " so the assistant's tokens cannot be told from the rest",
+                    next_step="give a template with {% generation %} by target.chat_template",
+                )
+            span = (starts >= len(begin)) & (starts < len(end))
+            supervised |= self._without_tail(tokens, span)
+        return Encoded(tokens, supervised)
+
+    def _without_tail(self, tokens: np.ndarray, span: np.ndarray) -> np.ndarray:
+        """Cut what the template adds behind the end-of-turn token (often a newline): the target
+        never generates it."""
+        ends = np.flatnonzero(span & np.isin(tokens, list(self.tokenizer.all_special_ids)))
+        if ends.size:
+            span = span.copy()
+            span[ends[-1] + 1 :] = False
+        return span
+
+    def _render(self, messages: Messages, *, invite: bool) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=invite
+            )
+        except TemplateError as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def stop_tokens(tokenizer: Any, generation_config: Any) -> set[int]:
+    """Ids that end a response: the model's and the tokenizer's ends."""
+    ends = getattr(generation_config, "eos_token_id", None)
+    found = set(ends if isinstance(ends, (list, tuple)) else [ends])
+    found.add(tokenizer.eos_token_id)
+    return {int(token) for token in found if token is not None}
+
+
+def _squeeze(template: Any) -> str:
+    text = template if isinstance(template, str) else str(template)
+    return text.replace("{%-", "{%").replace("{%  ", "{% ").replace("{%g", "{% g")

@@ -1,0 +1,297 @@
+"""The frozen target: any causal language model that transformers loads, tapped by module.
+
+A tap of layer ``id`` is ``hidden_states[id + 1]`` of the full model, exactly: the output of the
+0-based decoder layer ``id``, except that the last layer's is taken behind the final norm, because
+that is what transformers reports there and what every reader of the checkpoint will see.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from trainer.config import TargetConfig
+from trainer.data.batch import Batch
+from trainer.drafter.config import text_config
+from trainer.errors import ResourceError, TargetError
+from trainer.packaged import PACKAGE, packaged_file
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where transformers finds the model: ``from_pretrained(folder, gguf_file=…)``."""
+
+    folder: str
+    gguf_file: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def locate(model: str) -> Source:
+    """What ``target.model`` means. Raises ``TargetError`` for a path that is not there."""
+    if model.startswith(PACKAGE):
+        model = str(packaged_file(model))
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TargetError(f"target.model: no file {path}")
+        return Source(str(path.parent), path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise TargetError(
+                f"target.model: the folder {path} has no config.json",
+                next_step="name the folder that `save_pretrained` wrote, or a .gguf file",
+            )
+        return Source(str(path))
+    if path.is_absolute() or model.startswith(".") or model.count("/") > 1:
+        raise TargetError(f"target.model: no file or folder {model}")
+    return Source(model)
+
+
+def load_hf_config(target: TargetConfig) -> Any:
+    """The target's transformers configuration; no weights are read."""
+    source = locate(target.model)
+    try:
+        return AutoConfig.from_pretrained(source.folder, **source.arguments())
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(
+            f"target.model {target.model}: transformers cannot read it: {_first_line(error)}",
+            next_step="check the name, or download the model into a folder and name that",
+        ) from None
+
+
+def load_tokenizer(target: TargetConfig) -> Any:
+    source = locate(target.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments())
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(
+            f"target.model {target.model}: no usable tokenizer: {_first_line(error)}"
+        ) from None
+    if target.chat_template:
+        try:
+            tokenizer.chat_template = target.chat_template.read_text(encoding="utf-8")
+        except OSError as error:
+            raise TargetError(
+                f"target.chat_template: cannot read {target.chat_template}: {error.strerror}"
+            ) from None
+    return tokenizer
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_model(target: TargetConfig, device: torch.device) -> Any:
+    """The whole target with its head, frozen, in evaluation mode."""
+    source = locate(target.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            dtype=compute_dtype(target.dtype, device),
+            attn_implementation=target.attention,
+            **source.arguments(),
+        )
+        model = model.to(device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ResourceError(
+            f"the target does not fit on {device}: {_first_line(error)}",
+            next_step="`python -m trainer check` prints what it needs",
+        ) from None
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise TargetError(
+            f"target.model {target.model}: its weights cannot be loaded: {_first_line(error)}"
+        ) from None
+    return freeze(model)
+
+
+def freeze(model: Any) -> Any:
+    return model.eval().requires_grad_(False)
+
+
+def decoder_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    """(the decoder, its layers): found by structure, whatever they are called.
+
+    The decoder is the module that owns a list of as many layers as the text config says, outside
+    any vision or audio part (whose lists may have the same length, but not the widest weights:
+    the language model's decoder is where the input embedding lives).
+    """
+    text = text_config(model.config)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    owners = [
+        (module, child)
+        for module in model.modules()
+        for child in module.children()
+        if isinstance(child, nn.ModuleList) and len(child) == text.num_hidden_layers
+        if any(part is embedding for part in module.modules())
+    ]
+    if not owners:
+        raise TargetError(
+            f"{type(model).__name__} has no list of {text.num_hidden_layers} decoder layers beside"
+            " its input embedding, so it cannot be tapped"
+        )
+    # The innermost owner is the decoder itself; an outer one would be a wrapper.
+    return owners[-1]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What the drafter borrows: rows of the target's embedding and of its output head."""
+
+    embedding: Tensor
+    """[V, H]"""
+    head: Tensor
+    """[V, H]; the embedding itself where they are tied."""
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Frozen:
+        embedding = self.embedding.to(device, dtype)
+        tied = self.head is self.embedding
+        return Frozen(embedding, embedding if tied else self.head.to(device, dtype))
+
+
+def frozen_weights(model: Any) -> Frozen:
+    embedding = model.get_input_embeddings().weight.detach()
+    head_module = model.get_output_embeddings()
+    if head_module is None:
+        raise TargetError(f"{type(model).__name__} has no output head")
+    if getattr(head_module, "bias", None) is not None:
+        raise TargetError(
+            f"{type(model).__name__} has a biased output head; readers of drafters apply none"
+        )
+    head = head_module.weight.detach()
+    tied = head.data_ptr() == embedding.data_ptr()
+    return Frozen(embedding, embedding if tied else head)
+
+
+def load_frozen(target: TargetConfig) -> Frozen:
+    """The two matrices on the CPU, read alone from safetensors where the format allows it."""
+    source = locate(target.model)
+    folder = Path(source.folder)
+    if source.gguf_file is None and folder.is_dir():
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(load_hf_config(target))
+        names = {id(p): name for name, p in skeleton.named_parameters(remove_duplicate=False)}
+        embedding = names[id(skeleton.get_input_embeddings().weight)]
+        head = names[id(skeleton.get_output_embeddings().weight)]
+        found = _read_tensors(folder, {embedding, head})
+        if embedding in found:
+            tied = getattr(text_config(skeleton.config), "tie_word_embeddings", False)
+            if head in found and not tied:
+                return Frozen(found[embedding], found[head])
+            if tied:
+                return Frozen(found[embedding], found[embedding])
+    return frozen_weights(load_model(target, torch.device("cpu")))
+
+
+def _read_tensors(folder: Path, wanted: set[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in wanted & set(tensors.keys()):
+                found[name] = tensors.get_tensor(name)
+    return found
+
+
+class TappedTarget:
+    """The target stage: features of a batch, in inference mode, stopped after the last tap."""
+
+    def __init__(self, model: Any, layer_ids: list[int], device: torch.device) -> None:
+        decoder, layers = decoder_layers(model)
+        self.device = device
+        self.layer_ids = list(layer_ids)
+        self.layer_count = len(layers)
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.feature_width = len(layer_ids) * text_config(model.config).hidden_size
+        self._decoder = decoder
+        self._taken: dict[int, Tensor] = {}
+        # Layers above the last tap are dropped for good, and with them their memory. `layers` is
+        # shortened in place because decoders index it by their own config's layer count.
+        del layers[max(layer_ids) + 1 :]
+        for layer_id in set(layer_ids) - {self.layer_count - 1}:
+            layers[layer_id].register_forward_hook(self._tap(layer_id))
+
+    def _tap(self, layer_id: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._taken[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def features(self, batch: Batch, out: Tensor | None = None) -> Tensor:
+        """[b, S, K·H]; see ``TargetStage``. Documents do not see each other: transformers builds
+        its block-diagonal mask from position ids that restart, given no other mask."""
+        tokens = batch.tokens.to(self.device, non_blocking=True)
+        position = batch.position.to(self.device, non_blocking=True)
+        return self.tap(tokens, position, out)
+
+    def tap(self, tokens: Tensor, position: Tensor, out: Tensor | None = None) -> Tensor:
+        """Features of ``tokens`` i64 [b, S] at ``position`` i64 [b, S]."""
+        if out is None:
+            # Made outside inference mode: autograd refuses to save inference tensors.
+            out = torch.empty(
+                (*tokens.shape, self.feature_width), dtype=self.dtype, device=self.device
+            )
+        with torch.inference_mode():
+            result = self._decoder(input_ids=tokens, position_ids=position, use_cache=False)
+            self._taken[self.layer_count - 1] = result.last_hidden_state
+            width = self.feature_width // len(self.layer_ids)
+            for index, layer_id in enumerate(self.layer_ids):
+                part = out[..., index * width : (index + 1) * width]
+                part.copy_(self._taken[layer_id], non_blocking=True)
+        self._taken.clear()
+        return out
+
+
+def check_taps(model: Any, layer_ids: list[int]) -> None:
+    """Raise ``TargetError`` unless hooks see exactly what transformers reports as hidden states.
+
+    A tap one layer off trains to an acceptance that looks perfect and is not; eight tokens prove
+    the contrary before anything is trained. The model must be whole.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.arange(8, device=device)[None] % text_config(model.config).vocab_size
+    decoder, layers = decoder_layers(model)
+    seen: dict[int, Tensor] = {}
+
+    def hook(layer_id: int) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            seen[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    handles = [layers[i].register_forward_hook(hook(i)) for i in set(layer_ids)]
+    try:
+        with torch.inference_mode():
+            result = decoder(input_ids=tokens, output_hidden_states=True, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer_id in layer_ids:
+        wanted = result.hidden_states[layer_id + 1]
+        last = layer_id == len(layers) - 1
+        if not torch.equal(result.last_hidden_state if last else seen[layer_id], wanted):
+            raise TargetError(
+                f"{type(model).__name__}: the output of layer {layer_id} is not"
+                f" hidden_states[{layer_id + 1}]; this architecture cannot be tapped"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def cache_argument(model: Any) -> str:
+    """What the model calls its key-value cache: ``cache`` from transformers 5.20 or so on,
+    ``past_key_values`` before."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
