@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.lab.cgroups import Hierarchies
 from orchestrator.lab.layout import Layout
 from orchestrator.lab.spec import MIB, Container, LabSpec
 
@@ -155,10 +155,11 @@ def boot_spec(layout: Layout, spec: LabSpec, ct: Container, ip: str | None) -> s
     return "\n".join([*lines, ""])
 
 
-def host_settings(layout: Layout, spec: LabSpec, backend: str, cgroups: Sequence[Path]) -> str:
+def host_settings(layout: Layout, spec: LabSpec, backend: str, groups: Hierarchies) -> str:
     """/etc/dflashctl-lab.conf of the host: how ``pct`` finds the lab."""
     lines = [f"root {layout.root}", f"backend {backend}", f"node {spec.node}"]
-    lines += [f"cgroup {path}" for path in cgroups]
+    lines += [f"cgroup {path}" for path in groups.host]
+    lines += [f"group {path}" for path in groups.groups]
     return "\n".join([*lines, ""])
 
 
