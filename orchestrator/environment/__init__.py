@@ -1,0 +1,1 @@
+"""A container's Python and CUDA environment: collected, kept as a lock file, compared, repaired."""
