@@ -61,8 +61,9 @@ def serve(digest: str, workdir: str, program: str, lock: BinaryIO) -> None:
     from orchestrator.agent.serve import Server, take_standard_streams
 
     own.hold(lock)
+    own.set_environment()
     source, sink = take_standard_streams()
-    server = Server(source, sink, workdir, find)
+    server = Server(source, sink, workdir, program, find)
     server.run(own.hello(digest, workdir, program))
     # A stop or a commit in flight may end by itself; streams have been told to.
     server.wait_idle(2.0)

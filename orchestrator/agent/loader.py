@@ -58,7 +58,8 @@ while 1:
  if int(n):
   z=g(int(n))
   import hashlib
-  if hashlib.sha256(z).hexdigest()!=h:e("agent.corrupt","the program's bytes do not have its hash");sys.exit()
+  if hashlib.sha256(z).hexdigest()!=h:
+   e("agent.corrupt","these are not the bytes of that hash");sys.exit()
   p=store(os.path.dirname(p),h,z)
  c="%s-%s.pyz"%(p[:-4],sys.implementation.cache_tag)
  sys.path[:0]=[c,p]

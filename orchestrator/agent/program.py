@@ -9,7 +9,7 @@ import time
 from typing import Any, BinaryIO
 
 KEEP = 3
-"""Newest programs that stay although nobody uses them: two laptops of different age may take turns."""
+"""Newest programs that stay although nobody uses them: laptops of several ages take turns."""
 
 
 def hold(lock: BinaryIO) -> None:
@@ -57,6 +57,15 @@ def search_path(environment: dict[str, str] | None = None) -> str:
     return ":".join(parts)
 
 
+def set_environment() -> None:
+    """For all our children: a whole PATH, and UTF-8, without which tmux shows underscores."""
+    os.environ["PATH"] = search_path()
+    names = (os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))
+    effective = next((name for name in names if name), "")
+    if "utf8" not in effective.lower().replace("-", ""):
+        os.environ["LC_ALL"] = "C.UTF-8"
+
+
 def which(command: str) -> str | None:
     for folder in search_path().split(":"):
         path = f"{folder}/{command}"
@@ -89,8 +98,11 @@ def compile_for_this_python(program: str) -> None:
     target = f"{program[:-4]}-{sys.implementation.cache_tag}.pyz"
     if os.path.exists(target):
         return
-    import importlib._bootstrap_external as bootstrap  # type: ignore[import-not-found]
+    import importlib.util
+    import marshal
     import zipfile
+
+    prefix = importlib.util.MAGIC_NUMBER + bytes(12)  # flags, time and size: none is checked here
 
     temporary = f"{target}.{os.getpid()}"
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -99,14 +111,26 @@ def compile_for_this_python(program: str) -> None:
             with zipfile.ZipFile(program) as source, zipfile.ZipFile(file, "w") as compiled:
                 for name in source.namelist():
                     code = compile(source.read(name), f"{program}/{name}", "exec", optimize=2)
-                    data = bootstrap._code_to_timestamp_pyc(code)
-                    compiled.writestr(f"{name}c", bytes(data))
+                    compiled.writestr(f"{name}c", prefix + marshal.dumps(code))
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def runnable(program: str) -> str:
+    """The compiled one if it is there. Both go together, when nobody holds the plain one."""
+    compiled = f"{program[:-4]}-{sys.implementation.cache_tag}.pyz"
+    return compiled if os.path.exists(compiled) else program
+
+
+def plain(program: str) -> str:
+    """The one that carries the lock."""
+    return (
+        program.removesuffix(f"-{sys.implementation.cache_tag}.pyz").removesuffix(".pyz") + ".pyz"
+    )
 
 
 def prune(folder: str) -> None:

@@ -204,7 +204,7 @@ PROBES = {"container": CONTAINER_PROBES, "host": HOST_PROBES}
 class AgentError(Exception):
     """A request's failure as it travels: one of the kinds above, words for a person, details."""
 
-    def __init__(self, kind: str, message: str, **detail: object) -> None:
+    def __init__(self, kind: str, message: str, /, **detail: object) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message

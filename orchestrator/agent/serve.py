@@ -157,9 +157,15 @@ class Server:
     """Reads requests from one descriptor and answers on another until the input ends."""
 
     def __init__(
-        self, source: int, sink: int, workdir: str, find: Callable[[str], Operation]
+        self,
+        source: int,
+        sink: int,
+        workdir: str,
+        program: str,
+        find: Callable[[str], Operation],
     ) -> None:
         self.paths = HostPaths(workdir)
+        self.program = program
         self._source = source
         self._sink = sink
         self._find = find

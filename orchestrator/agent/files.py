@@ -1,0 +1,97 @@
+"""Small records on disk: whole or absent, never half."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def sync_folder(path: str) -> None:
+    """Makes a rename inside it survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_record(path: str, record: dict[str, Any], *, durable: bool = True) -> None:
+    """JSON by temporary file and rename, mode 0600. ``OSError`` leaves what was there before."""
+    write_bytes(path, (json.dumps(record, indent=1) + "\n").encode(), durable=durable)
+
+
+def write_bytes(path: str, data: bytes, *, durable: bool = True) -> None:
+    temporary = f"{path}.tmp{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600)
+    try:
+        write_all(descriptor, data)
+        if durable:
+            os.fsync(descriptor)
+        os.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def make_private(path: str) -> None:
+    """The folder and its missing parents, each 0700: ``os.makedirs`` gives its mode to the last."""
+    if os.path.isdir(path):
+        return
+    make_private(os.path.dirname(path))
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+
+
+def read_record(path: str) -> dict[str, Any] | None:
+    """None if it is absent or does not parse (a disk that lost its end)."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+@contextlib.contextmanager
+def locked(path: str, *, shared: bool = False) -> Iterator[None]:
+    """An flock on a file of that name; it goes with the process, however that ends."""
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def tail_lines(path: str, count: int, limit: int = 64 << 10) -> list[str]:
+    """The last whole or unfinished lines within the last ``limit`` bytes; [] if there are none."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - limit)
+            file.seek(start)
+            data = file.read(limit)
+    except OSError:
+        return []
+    if start and b"\n" in data:
+        data = data[data.index(b"\n") + 1 :]
+    # A progress bar redraws its line after \r: what a terminal would show is the last drawing.
+    lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in data.split(b"\n")]
+    if lines and not lines[-1]:
+        lines.pop()
+    return [line.decode("utf-8", "replace") for line in lines[-count:]] if count > 0 else []

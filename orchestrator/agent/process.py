@@ -1,0 +1,197 @@
+"""Processes as /proc tells of them: who lives, who belongs to a run, and how a whole tree ends.
+
+A PID means nothing without the start time beside it, and neither without the boot id
+(``program.boot_id``): numbers are used again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+MARKER = "DFLASH_RUN_ID"
+"""In the environment of a run's command, and so of all that it starts, however often it forks."""
+
+
+class Process(NamedTuple):
+    pid: int
+    ppid: int
+    state: str
+    start: int
+    """Clock ticks since boot."""
+    rss_pages: int
+    name: str
+
+
+def read(pid: int) -> Process | None:
+    """None if there is no such process (any more)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The name may hold blanks and brackets: cut at the last one.
+    opening, closing = text.index(b"("), text.rindex(b")")
+    rest = text[closing + 2 :].split()
+    return Process(
+        pid=pid,
+        ppid=int(rest[1]),
+        state=rest[0].decode(),
+        start=int(rest[19]),
+        rss_pages=int(rest[21]),
+        name=text[opening + 1 : closing].decode("utf-8", "replace"),
+    )
+
+
+def alive(pid: int, start: int) -> bool:
+    """Whether this very process runs: a zombie does not."""
+    process = read(pid)
+    return process is not None and process.start == start and process.state not in "ZX"
+
+
+def table() -> dict[int, Process]:
+    found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {process.pid: process for process in found if process is not None}
+
+
+def command(pid: int) -> str:
+    """Its command line for a person, or ``[name]`` where it has none."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            text = file.read(4096).rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace")
+    except OSError:
+        return ""
+    if text:
+        return text
+    process = read(pid)
+    return f"[{process.name}]" if process else ""
+
+
+def environment_has(pid: int, name: str, value: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            text = file.read()
+    except OSError:
+        return False
+    return f"{name}={value}".encode("utf-8", "surrogateescape") in text.split(b"\0")
+
+
+def marked(run_id: str, processes: Iterable[int]) -> set[int]:
+    """Those whose environment says that they belong to the run."""
+    return {pid for pid in processes if environment_has(pid, MARKER, run_id)}
+
+
+def descendants(processes: Mapping[int, Process], roots: Collection[int]) -> set[int]:
+    """All below the roots, the roots themselves left out."""
+    children: dict[int, list[int]] = {}
+    for process in processes.values():
+        children.setdefault(process.ppid, []).append(process.pid)
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        for pid in children.get(waiting.pop(), ()):
+            if pid not in found:
+                found.add(pid)
+                waiting.append(pid)
+    return found
+
+
+class Tree:
+    """All processes of one run, wherever their parents went.
+
+    ``root`` is the supervisor: a subreaper, so that orphans stay below it. The marker finds the
+    rest (and everything once the supervisor is gone). ``spare`` is never part of it.
+    """
+
+    def __init__(self, run_id: str, root: int | None, spare: Collection[int] = ()) -> None:
+        self.run_id = run_id
+        self.root = root
+        self.spare = {os.getpid(), *spare}
+
+    def members(self) -> list[Process]:
+        """The living ones; zombies hold no memory, no GPU, no file."""
+        processes = table()
+        roots = marked(self.run_id, processes)
+        found = roots | descendants(processes, roots)
+        if self.root is not None:
+            found |= descendants(processes, {self.root})
+            found.discard(self.root)
+        found -= self.spare
+        return [processes[pid] for pid in sorted(found) if processes[pid].state not in "ZX"]
+
+    def signal(self, number: int) -> list[int]:
+        """Send to each; the PIDs that got it."""
+        reached = []
+        for process in self.members():
+            # Between look and kill a PID could in principle be another's; ask once more.
+            if alive(process.pid, process.start):
+                try:
+                    os.kill(process.pid, number)
+                except ProcessLookupError:
+                    continue
+                reached.append(process.pid)
+        return reached
+
+
+TERM_GRACE_S = 10.0
+KILL_GRACE_S = 5.0
+
+
+class Ending:
+    """INT, after the grace TERM, then KILL, without ever blocking: ``step`` is called often.
+
+    Whoever has a loop of its own (the supervisor copies output meanwhile) and whoever just sleeps
+    in between (the agent, when the supervisor is gone) end a tree in the same way.
+    """
+
+    def __init__(
+        self, tree: Tree, grace_s: float, tell: Callable[[str, int], None] = lambda name, left: None
+    ) -> None:
+        self.tree = tree
+        self.killed: list[int] = []
+        self._tell = tell
+        self._stages = [
+            (signal.SIGINT, grace_s),
+            (signal.SIGTERM, TERM_GRACE_S),
+            (signal.SIGKILL, KILL_GRACE_S),
+        ]
+        self._until = 0.0
+
+    def step(self) -> bool:
+        """True once nothing is left, or what is left cannot be killed (state D)."""
+        members = self.tree.members()
+        if not members:
+            return True
+        now = time.monotonic()
+        if now < self._until:
+            if not self._stages:
+                # New children of what is being killed: again, they were not there before.
+                self.killed += self.tree.signal(signal.SIGKILL)
+            return False
+        if not self._stages:
+            return True
+        number, patience = self._stages.pop(0)
+        self._until = now + patience
+        reached = self.tree.signal(number)
+        if number == signal.SIGKILL:
+            self.killed += reached
+        self._tell(signal.Signals(number).name[3:], len(members))
+        return False
+
+
+def describe(processes: Iterable[Process]) -> list[dict[str, Any]]:
+    """For an answer: pid, parent, command, state, resident memory in MB (1e6 bytes)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return [
+        {
+            "pid": process.pid,
+            "ppid": process.ppid,
+            "state": process.state,
+            "rss_mb": round(process.rss_pages * page / 1e6, 1),
+            "command": command(process.pid)[:500],
+        }
+        for process in processes
+    ]

@@ -1,0 +1,298 @@
+"""``run.start`` and ``run.attach``: a run's folder, then its tmux session, exactly once.
+
+Started once is made sure of twice: here by a lock and by the folder that appears whole by rename,
+and in the supervisor, which locks the folder and starts nothing if a supervisor was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import posixpath
+import re
+import shutil
+import time
+from typing import Any
+
+from orchestrator.agent.files import locked, make_private, read_record, write_bytes, write_record
+from orchestrator.agent.program import boot_id, runnable, search_path
+from orchestrator.agent.protocol import AgentError
+from orchestrator.agent.serve import Request
+from orchestrator.paths import RunPaths
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+"""Also a tmux session's name, where ``.`` and ``:`` mean something else."""
+
+START_WAIT_S = 20.0
+_NOT_INHERITED = ("SSH_", "TMUX", "DFLASH", "XDG_SESSION", "LINES", "COLUMNS")
+"""Of pct exec's leaked environment: what speaks of the connection, not of the machine."""
+
+_DEFAULT_RESTART = {"max": 0, "backoff_s": 5.0, "backoff_max_s": 300.0}
+
+
+def start(request: Request) -> dict[str, Any]:
+    run_id = request.need("run_id", str)
+    if not RUN_ID.fullmatch(run_id):
+        raise AgentError("request.invalid", f"not a run id: {run_id!r}", field="run_id")
+    paths = request.paths.run(run_id)
+    record, plan = _plan(request, paths)
+    make_private(request.paths.runs)
+    with locked(f"{request.paths.runs}/.lock"):
+        already = os.path.isdir(paths.root)
+        if already:
+            _same(paths, record)
+        else:
+            if not request.get("force", bool, False):
+                _refuse_second(request, record)
+            _make_folder(request, paths, record, plan)
+        if not os.path.exists(paths.supervisor):
+            _begin(request, paths, plan)
+            supervisor = _await_supervisor(paths)
+        else:
+            supervisor = read_record(paths.supervisor) or {}
+    moved = _link_log(request.get("log_link", str), paths)
+    from orchestrator.agent.status import state_of
+
+    return {
+        "run_id": run_id,
+        "state": state_of(paths),
+        "already": already,
+        "session": run_id,
+        "run_dir": paths.root,
+        "log": paths.log,
+        "log_link_moved": moved,
+        "release": record["release"],
+        "supervisor": supervisor,
+        "attach": _attach_command(run_id),
+    }
+
+
+def attach(request: Request) -> dict[str, Any]:
+    from orchestrator.agent import tmux
+    from orchestrator.agent.status import find
+
+    paths = find(request)
+    _restore_socket(paths)
+    return {
+        "session": paths.run_id,
+        "socket": tmux.socket_path(),
+        "tmux": tmux.binary(),
+        "argv": _attach_command(paths.run_id),
+        "alive": tmux.has_session(paths.run_id),
+        "log": paths.log,
+    }
+
+
+def _attach_command(run_id: str) -> list[str]:
+    return ["tmux", "-u", "attach-session", "-t", f"={run_id}"]
+
+
+def _restore_socket(paths: RunPaths) -> None:
+    """A tmux server makes its socket anew on SIGUSR1 (cleaners of /tmp remove it)."""
+    import signal
+
+    from orchestrator.agent import process, tmux
+
+    supervisor = read_record(paths.supervisor)
+    if supervisor is None or os.path.exists(tmux.socket_path()):
+        return
+    server = process.read(supervisor.get("tmux_pid") or 0)
+    if server is None or not server.name.startswith("tmux"):
+        return
+    os.makedirs(os.path.dirname(tmux.socket_path()), 0o700, exist_ok=True)
+    os.kill(server.pid, signal.SIGUSR1)
+    for _ in range(50):
+        if os.path.exists(tmux.socket_path()):
+            return
+        time.sleep(0.01)
+
+
+def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What run.json says (for people) and what the supervisor needs (values too)."""
+    command = request.need("command", list)
+    if not command or not all(isinstance(word, str) and "\0" not in word for word in command):
+        raise AgentError("request.invalid", "the command is empty or no list of words")
+    release = _release(request)
+    code = request.paths.release(release) if release else None
+    if code is not None and not os.path.isdir(code):
+        raise AgentError("release.not_found", f"there is no release {release}", release=release)
+    cwd = code or request.paths.workdir
+    if request.get("cwd", str):
+        cwd = posixpath.join(cwd, request.get("cwd", str))
+    given = _variables(request.get("env", dict, {}))
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(_NOT_INHERITED)
+    }
+    environment |= given
+    environment["PATH"] = search_path(environment)
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment |= {"DFLASH_RUN_ID": paths.run_id, "DFLASH_RUN_DIR": paths.root}
+    if code is not None:
+        environment["DFLASH_RELEASE_DIR"] = code
+    secrets = _variables(request.get("secrets", dict, {}))
+    record = {
+        **request.get("meta", dict, {}),
+        "run_id": paths.run_id,
+        "name": request.get("name", str, paths.run_id.rsplit("-", 3)[0]),
+        "release": release,
+        "command": command,
+        "cwd": cwd,
+        "env_names": sorted(given),
+        "secret_names": sorted(secrets),
+        "gpus": request.get("gpus", list, []),
+        "session": paths.run_id,
+        "created": time.time(),
+        "boot_id": boot_id(),
+        "hostname": os.uname().nodename,
+        "log_link": request.get("log_link", str),
+        "restart": {**_DEFAULT_RESTART, **request.get("restart", dict, {})},
+        "grace_s": request.get("grace_s", (int, float), 60),
+    }
+    plan = {
+        **{key: record[key] for key in ("command", "cwd", "session", "restart", "grace_s")},
+        "environment": environment,
+        "given": given,
+        "umask": _own_umask(),
+        "log_bytes": request.get("log_bytes", int, 256 << 20),
+        "log_files": request.get("log_files", int, 8),
+    }
+    return record, plan
+
+
+def _release(request: Request) -> str | None:
+    number = request.get("release_from", int)
+    if number is None:
+        name = request.get("release", str)
+        if name is not None and (not name or "/" in name or name.startswith(".")):
+            raise AgentError("request.invalid", f"not a release: {name!r}", field="release")
+        return str(name) if name is not None else None
+    commit = request.server.request(number)
+    if commit is None or commit.result is None or "release" not in commit.result:
+        raise AgentError("request.invalid", f"request {number} gave no release")
+    return str(commit.result["release"])
+
+
+def _variables(given: dict[str, Any]) -> dict[str, str]:
+    for key, value in given.items():
+        bad = not key or "=" in key or "\0" in key or not isinstance(value, str) or "\0" in value
+        if bad:
+            raise AgentError("request.invalid", f"not an environment variable: {key!r}")
+    return given
+
+
+def _same(paths: RunPaths, record: dict[str, Any]) -> None:
+    """The run id is there already: the same request, or somebody else's?"""
+    known = read_record(paths.record) or {}
+    if any(known.get(key) != record[key] for key in ("command", "cwd", "release", "gpus")):
+        raise AgentError(
+            "run.conflict",
+            f"run {paths.run_id} is there already with another command or release",
+            command=known.get("command"),
+            release=known.get("release"),
+        )
+
+
+def _refuse_second(request: Request, record: dict[str, Any]) -> None:
+    from orchestrator.agent.status import live_runs
+
+    busy = []
+    for other in live_runs(request.paths):
+        shared = sorted(set(map(str, other.get("gpus", []))) & set(map(str, record["gpus"])))
+        if other.get("name") == record["name"] or shared:
+            busy.append({"run_id": other.get("run_id"), "name": other.get("name"), "gpus": shared})
+    if busy:
+        names = ", ".join(str(other["run_id"]) for other in busy)
+        raise AgentError("run.busy", f"already running here: {names}", runs=busy)
+
+
+def _make_folder(
+    request: Request, paths: RunPaths, record: dict[str, Any], plan: dict[str, Any]
+) -> None:
+    """All of it beside, then one rename: a folder under its own name is always whole."""
+    staging = f"{request.paths.runs}/.start-{paths.run_id}"
+    # Left by an agent that was killed here; we hold the lock.
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        make_private(f"{staging}/checkpoints")
+        make_private(f"{staging}/stacks")
+        beside = RunPaths(staging)
+        write_record(beside.record, record, durable=False)
+        write_record(beside.start, plan, durable=False)
+        diff = request.read_input(64 << 20)
+        if diff:
+            write_bytes(beside.dirty_diff, diff, durable=False)
+        os.rename(staging, paths.root)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _begin(request: Request, paths: RunPaths, plan: dict[str, Any]) -> None:
+    import sys
+
+    from orchestrator.agent import tmux
+
+    secrets = request.get("secrets", dict, {})
+    if secrets:
+        write_bytes(paths.secrets, json.dumps(secrets).encode(), durable=False)
+    given = plan["given"] | {"DFLASH_RUN_DIR": paths.root}
+    program = runnable(request.server.program)
+    command = [sys.executable, "-I", "-S", program, "supervise", paths.root]
+    tmux.new_session(paths.run_id, command, given)
+
+
+def _await_supervisor(paths: RunPaths) -> dict[str, Any]:
+    """Proof that it runs: tmux's own 0 says nothing."""
+    from orchestrator.agent import tmux
+
+    until = time.monotonic() + START_WAIT_S
+    look_at = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        record = read_record(paths.supervisor)
+        if record is not None:
+            return record
+        if time.monotonic() > look_at:
+            look_at = time.monotonic() + 0.5
+            dead, shown = tmux.pane_state(paths.run_id)
+            if dead and not os.path.exists(paths.supervisor):
+                _not_started(paths, "the supervisor ended at once", shown)
+        time.sleep(0.002)
+    return _not_started(paths, f"no sign of the supervisor within {START_WAIT_S:g} s", "")
+
+
+def _not_started(paths: RunPaths, what: str, shown: str) -> dict[str, Any]:
+    text = ""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(paths.secrets)
+    with contextlib.suppress(OSError), open(paths.supervisor_log, errors="replace") as file:
+        text = file.read()[-4000:]
+    raise AgentError("run.not_started", what, pane=shown, log=text, exit=read_record(paths.exit))
+
+
+def _own_umask() -> int:
+    """Without setting it, which would be seen by every thread's files."""
+    with open("/proc/self/status") as file:
+        return next((int(line.split()[1], 8) for line in file if line.startswith("Umask")), 0o022)
+
+
+def _link_log(link: str | None, paths: RunPaths) -> str | None:
+    """A symbolic link at the user's path; a file that is there is moved aside, never lost."""
+    if not link:
+        return None
+    if not link.startswith("/"):
+        raise AgentError("request.invalid", f"not an absolute path: {link!r}", field="log_link")
+    with contextlib.suppress(OSError):
+        if os.readlink(link) == paths.log:
+            return None
+    moved = None
+    if os.path.lexists(link) and not os.path.islink(link):
+        moved = f"{link}.{time.strftime('%Y%m%d-%H%M%S')}"
+        os.rename(link, moved)
+    temporary = f"{link}.{paths.run_id}"
+    os.makedirs(os.path.dirname(link), exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    os.symlink(paths.log, temporary)
+    os.rename(temporary, link)
+    return moved

@@ -1,0 +1,122 @@
+"""``run.stop`` and ``run.remove``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from typing import Any
+
+from orchestrator.agent import process
+from orchestrator.agent.files import read_record, tail_lines, write_record
+from orchestrator.agent.program import boot_id
+from orchestrator.agent.protocol import AgentError
+from orchestrator.agent.records import ExitRecord
+from orchestrator.agent.serve import Request
+from orchestrator.agent.status import ENDED, find, state_of
+from orchestrator.paths import RunPaths
+
+LAST_LINES = 20
+LOOK_S = 0.05
+MARGIN_S = 20.0
+"""Beyond grace, TERM and KILL: the supervisor has then failed to do it."""
+
+
+def stop(request: Request) -> dict[str, Any]:
+    paths = find(request)
+    grace = request.get("grace_s", (int, float))
+    if grace is None:
+        grace = (read_record(paths.record) or {}).get("grace_s", 60)
+    already = os.path.exists(paths.exit) or state_of(paths) in ENDED
+    killed: list[int] = []
+    if not already:
+        record = {"who": request.get("who", str, ""), "time": time.time(), "grace_s": grace}
+        # On a full disk the signal alone has to do, with the run's own grace.
+        with contextlib.suppress(OSError):
+            write_record(paths.stop, record, durable=False)
+        supervisor = read_record(paths.supervisor)
+        if supervisor is None or not _supervised_end(request, paths, supervisor, grace):
+            killed = _end_without(request, paths, grace, record)
+    ending = read_record(paths.exit) or {}
+    return {
+        "state": state_of(paths),
+        "exit_code": ending.get("exit_code"),
+        "signal": ending.get("signal"),
+        "already": already,
+        "killed": killed or ending.get("killed", []),
+        "last_lines": tail_lines(paths.log, LAST_LINES),
+    }
+
+
+def _supervised_end(
+    request: Request, paths: RunPaths, supervisor: dict[str, Any], grace: float
+) -> bool:
+    """Let the supervisor do it; False if it is gone or does not."""
+    pid, begun = supervisor["pid"], supervisor["start"]
+    if supervisor["boot_id"] != boot_id():
+        return False
+    tree = process.Tree(paths.run_id, pid)
+    until = time.monotonic() + grace + process.TERM_GRACE_S + process.KILL_GRACE_S + MARGIN_S
+    stages = [(0.0, "INT"), (grace, "TERM"), (grace + process.TERM_GRACE_S, "KILL")]
+    began = time.monotonic()
+    woken = False
+    while time.monotonic() < until:
+        if os.path.exists(paths.exit):
+            return True
+        if not process.alive(pid, begun):
+            return os.path.exists(paths.exit)
+        if not woken:
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGINT)
+            woken = True
+        if stages and time.monotonic() - began >= stages[0][0]:
+            request.send({"signal": stages.pop(0)[1], "left": len(tree.members())})
+        request.sleep(LOOK_S)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def _end_without(
+    request: Request, paths: RunPaths, grace: float, record: dict[str, Any]
+) -> list[int]:
+    """The supervisor is gone: the marker in their environment still finds the run's processes."""
+
+    def tell(name: str, left: int) -> None:
+        request.send({"signal": name, "left": left})
+
+    ending = process.Ending(process.Tree(paths.run_id, None), grace, tell)
+    while not ending.step():
+        request.sleep(LOOK_S)
+    end = {
+        "exit_code": None,
+        "signal": None,
+        "reason": "stopped",
+        "error": "the supervisor was gone: how the command ended is not known",
+        "ended": time.time(),
+        "boot_id": boot_id(),
+        "attempts": [],
+        "stop": record,
+        "killed": ending.killed,
+    }
+    if not os.path.exists(paths.exit):
+        ExitRecord(paths).write(end)
+    return ending.killed
+
+
+def remove(request: Request) -> dict[str, Any]:
+    if request.get("run_id", str) is None:
+        raise AgentError("request.invalid", "field 'run_id' is missing", field="run_id")
+    paths = find(request)
+    state = state_of(paths)
+    if state not in ENDED:
+        raise AgentError("run.busy", f"{paths.run_id} is {state}", runs=[paths.run_id])
+    from orchestrator.agent import tmux
+
+    if tmux.has_session(paths.run_id):
+        tmux.kill_session(paths.run_id)
+    beside = f"{os.path.dirname(paths.root)}/.removed-{paths.run_id}"
+    os.rename(paths.root, beside)
+    shutil.rmtree(beside)
+    return {}
