@@ -7,7 +7,9 @@ that is what transformers reports there and what every reader of the checkpoint 
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,29 +205,51 @@ def _read_tensors(folder: Path, wanted: set[str]) -> dict[str, Tensor]:
     return found
 
 
-class TappedTarget:
-    """The target stage: features of a batch, in inference mode, stopped after the last tap."""
+class _Tap(nn.Module):
+    """A decoder layer that keeps its last output. Decoders read attributes of their layers (such
+    as ``attention_type``), so what is not found here is the layer's own."""
 
-    def __init__(self, model: Any, layer_ids: list[int], device: torch.device) -> None:
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.taken: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.layer(*args, **kwargs)
+        self.taken = output[0] if isinstance(output, tuple) else output
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class TappedTarget:
+    """The target stage: features of a batch, in inference mode, stopped after the last tap.
+
+    The decoder is copied shallowly, with its layers up to the last tap: weights are shared with
+    ``model``, which stays whole for whoever holds it, and several stages may share one model in
+    several threads.
+    """
+
+    def __init__(self, model: Any, layer_ids: Sequence[int], device: torch.device) -> None:
         decoder, layers = decoder_layers(model)
         self.device = device
-        self.layer_ids = list(layer_ids)
-        self.layer_count = len(layers)
+        self.layer_ids = tuple(layer_ids)
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.feature_width = len(layer_ids) * text_config(model.config).hidden_size
-        self._decoder = decoder
-        self._taken: dict[int, Tensor] = {}
-        # Layers above the last tap are dropped for good, and with them their memory. `layers` is
-        # shortened in place because decoders index it by their own config's layer count.
-        del layers[max(layer_ids) + 1 :]
-        for layer_id in set(layer_ids) - {self.layer_count - 1}:
-            layers[layer_id].register_forward_hook(self._tap(layer_id))
-
-    def _tap(self, layer_id: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._taken[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return hook
+        self._last = len(layers) - 1
+        kept: list[nn.Module] = list(layers[: max(layer_ids) + 1])
+        self._taps = {i: _Tap(kept[i]) for i in set(layer_ids) - {self._last}}
+        for layer_id, tap in self._taps.items():
+            kept[layer_id] = tap
+        self._decoder = copy.copy(decoder)
+        self._decoder._modules = {
+            name: nn.ModuleList(kept) if child is layers else child
+            for name, child in decoder._modules.items()
+        }
 
     def features(self, batch: Batch, out: Tensor | None = None) -> Tensor:
         """[b, S, K·H]; see ``TargetStage``. Documents do not see each other: transformers builds
@@ -241,45 +265,38 @@ class TappedTarget:
             out = torch.empty(
                 (*tokens.shape, self.feature_width), dtype=self.dtype, device=self.device
             )
+        width = self.feature_width // len(self.layer_ids)
         with torch.inference_mode():
             result = self._decoder(input_ids=tokens, position_ids=position, use_cache=False)
-            self._taken[self.layer_count - 1] = result.last_hidden_state
-            width = self.feature_width // len(self.layer_ids)
             for index, layer_id in enumerate(self.layer_ids):
+                tap = self._taps.get(layer_id)
+                taken = result.last_hidden_state if tap is None else tap.taken
+                assert taken is not None
                 part = out[..., index * width : (index + 1) * width]
-                part.copy_(self._taken[layer_id], non_blocking=True)
-        self._taken.clear()
+                part.copy_(taken, non_blocking=True)
+                if tap is not None:
+                    tap.taken = None
         return out
 
 
-def check_taps(model: Any, layer_ids: list[int]) -> None:
+def check_taps(model: Any, layer_ids: Sequence[int]) -> None:
     """Raise ``TargetError`` unless hooks see exactly what transformers reports as hidden states.
 
     A tap one layer off trains to an acceptance that looks perfect and is not; eight tokens prove
     the contrary before anything is trained. The model must be whole.
     """
     device = next(model.parameters()).device
-    tokens = torch.arange(8, device=device)[None] % text_config(model.config).vocab_size
-    decoder, layers = decoder_layers(model)
-    seen: dict[int, Tensor] = {}
-
-    def hook(layer_id: int) -> Any:
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            seen[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return keep
-
-    handles = [layers[i].register_forward_hook(hook(i)) for i in set(layer_ids)]
-    try:
-        with torch.inference_mode():
-            result = decoder(input_ids=tokens, output_hidden_states=True, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for layer_id in layer_ids:
-        wanted = result.hidden_states[layer_id + 1]
-        last = layer_id == len(layers) - 1
-        if not torch.equal(result.last_hidden_state if last else seen[layer_id], wanted):
+    text = text_config(model.config)
+    tokens = (torch.arange(8, device=device) % text.vocab_size)[None]
+    position = torch.arange(8, device=device)[None]
+    decoder, _ = decoder_layers(model)
+    with torch.inference_mode():
+        result = decoder(
+            input_ids=tokens, position_ids=position, output_hidden_states=True, use_cache=False
+        )
+    seen = TappedTarget(model, layer_ids, device).tap(tokens, position).chunk(len(layer_ids), -1)
+    for layer_id, found in zip(layer_ids, seen, strict=True):
+        if not torch.equal(found, result.hidden_states[layer_id + 1]):
             raise TargetError(
                 f"{type(model).__name__}: the output of layer {layer_id} is not"
                 f" hidden_states[{layer_id + 1}]; this architecture cannot be tapped"

@@ -60,6 +60,11 @@ class _Row:
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values in buffers [b, heads, capacity, d]; written, not concatenated."""
 
+    is_initialized: bool
+    keys: Tensor
+    values: Tensor
+    _buffers: list[Tensor]
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

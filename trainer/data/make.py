@@ -55,7 +55,8 @@ class Journal:
 
 
 class Progress:
-    """A line every few seconds: ``data: responses 120/400 | 15.2k tokens | 240 tok/s | eta 1m20s``."""
+    """A line every few seconds, such as
+    ``data: responses 120/400 | 15.2k tokens | 240 tok/s | eta 1m20s``."""
 
     def __init__(self, what: str, total: int, say: Say, limit_s: float | None = None) -> None:
         self.what, self.total, self.say, self.limit_s = what, total, say, limit_s

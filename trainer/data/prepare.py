@@ -11,7 +11,6 @@ A complete folder of the same config is used as it is.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -78,8 +77,8 @@ def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
         raise DataError(f"cannot read {folder / REPORT}: {error}") from None
     if report.get("key") != data_key(config):
         raise DataError(
-            f"{folder} holds data prepared by another config (key {report.get('key')}, this config's"
-            f" is {data_key(config)})",
+            f"{folder} holds data prepared by another config (its key is {report.get('key')},"
+            f" this config's {data_key(config)})",
             next_step="choose another data.folder, or delete that one",
         )
     prompts = [
@@ -205,7 +204,7 @@ def _write(
     (folder / HELD_OUT_PROMPTS).write_text(lines, encoding="utf-8")
     beside = folder / (REPORT + ".part")
     beside.write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
-    os.replace(beside, folder / REPORT)
+    beside.replace(folder / REPORT)
 
 
 def _line(report: dict[str, Any]) -> str:

@@ -1,0 +1,203 @@
+"""Checkpoints: written beside, synced, renamed; complete or not there at all.
+
+    checkpoints/step-00000500/
+        drafter/             the z-lab form: what readers load (drafter/format.py)
+        master.safetensors   fp32 master weights
+        average.safetensors, square.safetensors   AdamW's moments
+        state.json           step, counters, the config's fingerprint; written last: the marker
+
+A folder without ``state.json`` under its own name cannot exist: it is renamed into place when it
+is whole. What a kill leaves behind is a folder ending in ``.part``, which the next save removes.
+Resuming needs no generator state: batches and anchors are functions of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.config import CheckpointConfig
+from trainer.errors import CheckpointError, ResourceError
+
+STATE = "state.json"
+PART = ".part"
+KINDS = ("master", "average", "square")
+RESUME_VARIABLE = "DFLASH_RESUME"
+
+Export = Callable[[Path, dict[str, Tensor]], None]
+"""Writes the public form of fp32 weights by name into a folder."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    path: Path
+    step: int
+    """Steps done."""
+    state: dict[str, Any]
+    """For ``Executor.load``."""
+    best: float | None
+
+
+class CheckpointStore:
+    """The checkpoints of one run. ``fingerprint`` is ``TrainConfig.fingerprint`` plus the data's
+    and the drafter's own; every field must be equal for a resume."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        fingerprint: dict[str, Any],
+        export: Export,
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.fingerprint = json.loads(json.dumps(fingerprint))
+        self.export = export
+
+    def save(self, step: int, state: dict[str, Any], best: float | None = None) -> Path:
+        """Write the checkpoint of ``step`` steps done. Raises ``ResourceError`` on a full disk;
+        what was there before stays."""
+        final = self.folder / f"step-{step:08d}"
+        beside = final.with_name(final.name + PART)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_parts()
+            beside.mkdir()
+            self.export(beside / "drafter", state["master"])
+            for kind in KINDS:
+                save_file(state[kind], beside / f"{kind}.safetensors")
+            record = {
+                "step": step,
+                "skipped": state["skipped"],
+                "best": best,
+                "fingerprint": self.fingerprint,
+            }
+            (beside / STATE).write_text(json.dumps(record, indent=2), encoding="utf-8")
+            sync_tree(beside)
+            if final.exists():
+                shutil.rmtree(final)
+            beside.rename(final)
+            sync(self.folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise ResourceError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error}",
+                next_step="free disk space and start again: earlier checkpoints are untouched",
+            ) from None
+        self._prune()
+        return final
+
+    def mark_best(self, step: int) -> None:
+        """``best`` points at the checkpoint of ``step``; it is never deleted."""
+        beside = self.folder / f"best{PART}"
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(f"step-{step:08d}")
+        beside.replace(self.folder / "best")
+
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, rising."""
+        return sorted(
+            int(path.name.removeprefix("step-"))
+            for path in self.folder.glob("step-*")
+            if not path.name.endswith(PART) and (path / STATE).is_file()
+        )
+
+    def newest(self) -> Path | None:
+        """What to resume: ``DFLASH_RESUME`` (a checkpoint, or ``no``), else the newest complete."""
+        wanted = os.environ.get(RESUME_VARIABLE)
+        if wanted == "no":
+            return None
+        if wanted:
+            return Path(wanted)
+        steps = self.steps()
+        return self.folder / f"step-{steps[-1]:08d}" if steps else None
+
+    def load(self, path: Path) -> Loaded:
+        """Raises ``CheckpointError`` unless it is whole and of this config."""
+        record = read_record(path)
+        self._refuse_other(path, record["fingerprint"])
+        state: dict[str, Any] = {"skipped": record["skipped"]}
+        for kind in KINDS:
+            state[kind] = read_tensors(path / f"{kind}.safetensors")
+        return Loaded(path, record["step"], state, record.get("best"))
+
+    def _refuse_other(self, path: Path, theirs: dict[str, Any]) -> None:
+        ours = self.fingerprint
+        different = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
+        if different:
+            lines = "\n".join(
+                f"  {k}: {theirs.get(k, 'absent')!r} in the checkpoint,"
+                f" {ours.get(k, 'absent')!r} in the config"
+                for k in different[:8]
+            )
+            raise CheckpointError(
+                f"{path} was made by another config:\n{lines}",
+                next_step="resume with the config it was made by, or set"
+                f" {RESUME_VARIABLE}=no to start anew",
+            )
+
+    def _prune(self) -> None:
+        steps = self.steps()
+        best = self.folder / "best"
+        kept = set(steps[-self.config.keep_last :])
+        if best.is_symlink():
+            kept.add(int(best.readlink().name.removeprefix("step-")))
+        if self.config.keep_every:
+            kept |= {step for step in steps if step % self.config.keep_every == 0}
+        for step in set(steps) - kept:
+            # Renamed first: a kill in the middle of the removal leaves a `.part`, not half of one.
+            path = self.folder / f"step-{step:08d}"
+            doomed = path.with_name(path.name + PART)
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _remove_parts(self) -> None:
+        for path in self.folder.glob(f"step-*{PART}"):
+            shutil.rmtree(path)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """``state.json`` of a checkpoint folder."""
+    try:
+        record: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is no complete checkpoint: it has no {STATE}",
+            next_step="name a folder checkpoints/step-… of a run",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from None
+    return record
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or cut short: {error}",
+            next_step="resume from an earlier checkpoint of the run",
+        ) from None
+
+
+def sync_tree(folder: Path) -> None:
+    """Every file and folder below, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

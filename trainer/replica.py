@@ -1,0 +1,89 @@
+"""One replica of the drafter with its optimizer: the drafter stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import TrainConfig
+from trainer.data.batch import Batch
+from trainer.drafter.config import SLIDING, DrafterConfig
+from trainer.drafter.mask import MaskBuilder, tile_lists
+from trainer.drafter.model import Drafter
+from trainer.head_loss import fast_head_loss
+from trainer.objective import DrafterLoss, FrozenTarget
+from trainer.optimize import MasterAdamW
+from trainer.pipeline.stages import Sums
+from trainer.target import compute_dtype
+
+Compile = Callable[..., Any]
+"""``CompileLock.compile``: (function, name) → the function, compiled."""
+
+
+def new_drafter(config: DrafterConfig, seed: int) -> Drafter:
+    """On the CPU in fp32, the same for every replica and device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Drafter(config)
+
+
+class DrafterReplica:
+    """``DrafterStage`` (``pipeline/stages.py``). On a GPU the forward pass and the mask's tiles are
+    compiled through ``compile_``; on a CPU everything runs as written, with dense masks."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        drafter_config: DrafterConfig,
+        frozen: FrozenTarget,
+        steps: int,
+        device: torch.device,
+        compile_: Compile | None = None,
+    ) -> None:
+        dtype = compute_dtype(config.optimization.dtype, device)
+        self.device = device
+        self.dtype = dtype
+        self.drafter = new_drafter(drafter_config, config.seed).to(device)
+        self.optimizer = MasterAdamW(self.drafter, config.optimization, steps, dtype)
+        compiled = compile_ if device.type == "cuda" else None
+        types = drafter_config.layer_types
+        masks = MaskBuilder(
+            drafter_config.block_size,
+            full=set(types) != {SLIDING},
+            window=drafter_config.sliding_window if SLIDING in types else None,
+            list_tiles=compiled(tile_lists, "mask") if compiled else None,
+        )
+        self.loss = DrafterLoss(
+            self.drafter,
+            frozen,
+            config.objective,
+            masks,
+            forward=compiled(self.drafter.forward, "drafter") if compiled else None,
+            head_loss=fast_head_loss(device),
+        )
+
+    def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
+        moved = batch.to(self.device, non_blocking=True)
+        found = self.loss(moved, features.to(self.dtype))
+        found.loss.backward()
+        return Sums.vector(
+            found.loss, found.weight, found.tau, found.blocks, found.correct, found.count
+        )
+
+    def gradients(self) -> list[Tensor]:
+        return self.optimizer.gradients()
+
+    def update(self, step: int, sums: Tensor) -> Tensor:
+        return self.optimizer.step(step, sums)
+
+    def discard(self) -> None:
+        self.optimizer.zero()
+
+    def state(self) -> dict[str, Any]:
+        return self.optimizer.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.optimizer.load(state)

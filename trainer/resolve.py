@@ -1,0 +1,93 @@
+"""A config and its target together: everything that must hold before a device is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.config import TrainConfig
+from trainer.drafter.config import DrafterConfig, text_config
+from trainer.errors import ConfigError
+from trainer.target import load_hf_config, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Resolved:
+    config: TrainConfig
+    target: Any
+    """transformers' configuration of the target."""
+    tokenizer: Any
+    drafter: DrafterConfig
+    notes: list[str]
+    """What was decided on the user's behalf."""
+
+
+def resolve(config: TrainConfig) -> Resolved:
+    """Raises ``ConfigError`` or ``TargetError`` with one message; reads no weights."""
+    target = load_hf_config(config.target)
+    tokenizer = load_tokenizer(config.target)
+    text = text_config(target)
+    notes = []
+    mask = config.drafter.mask_token_id
+    if mask is None:
+        mask, why = choose_mask_token(tokenizer, text.vocab_size)
+        notes.append(f"mask token {mask}: {why}")
+    try:
+        drafter = DrafterConfig.for_target(target, mask_token_id=mask, **config.drafter.overrides())
+    except ValidationError as error:
+        problems = "; ".join(
+            (".".join(map(str, item["loc"])) + ": " if item["loc"] else "")
+            + item["msg"].removeprefix("Value error, ")
+            for item in error.errors(include_url=False)
+        )
+        raise ConfigError(
+            f"the drafter does not fit {config.target.model}: {problems}",
+            next_step="mend the `drafter` section",
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"the drafter does not fit {config.target.model}: {error}") from None
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and config.data.sequence_length > longest:
+        raise ConfigError(
+            f"data.sequence_length is {config.data.sequence_length}, the target's"
+            f" max_position_embeddings {longest}",
+            next_step=f"lower data.sequence_length to at most {longest}",
+        )
+    if config.data.sequence_length <= drafter.block_size:
+        raise ConfigError(
+            f"data.sequence_length is {config.data.sequence_length}, drafter.block_size"
+            f" {drafter.block_size}: no row could hold a block and its context"
+        )
+    if config.data.anchors > config.data.sequence_length:
+        raise ConfigError(
+            f"data.anchors is {config.data.anchors}, more than the {config.data.sequence_length}"
+            " tokens of a row",
+            next_step="lower data.anchors",
+        )
+    return Resolved(config, target, tokenizer, drafter, notes)
+
+
+def choose_mask_token(tokenizer: Any, vocabulary: int) -> tuple[int, str]:
+    """A row of the target's embedding that no text uses: (id, why)."""
+    own = getattr(tokenizer, "mask_token_id", None)
+    if own is not None and own < vocabulary:
+        return int(own), "the tokenizer's own mask token"
+    if len(tokenizer) < vocabulary:
+        return vocabulary - 1, f"an embedding row beyond the tokenizer's {len(tokenizer)} tokens"
+    template = str(tokenizer.chat_template or "")
+    used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    for token_id, token in sorted(tokenizer.added_tokens_decoder.items(), reverse=True):
+        text = str(token)
+        if (
+            token.special
+            and token_id < vocabulary
+            and token_id not in used
+            and text not in template
+        ):
+            return int(token_id), f"{text}, a special token that the chat template does not use"
+    raise ConfigError(
+        "no unused token was found for the drafter's mask",
+        next_step="state drafter.mask_token_id: a token that no text of yours contains",
+    )
