@@ -85,6 +85,10 @@ class MasterAdamW:
     def gradients(self) -> list[Tensor]:
         return [group.gradient for group in self.groups]
 
+    def weights(self) -> list[Tensor]:
+        """The masters: equal masters give equal weights."""
+        return [group.master for group in self.groups]
+
     @torch.no_grad()
     def step(self, step: int, sums: Tensor) -> Tensor:
         """Divide the gradients by the weight sum, clip, update, zero; the norm before clipping.

@@ -76,6 +76,9 @@ class DrafterReplica:
     def gradients(self) -> list[Tensor]:
         return self.optimizer.gradients()
 
+    def weights(self) -> list[Tensor]:
+        return self.optimizer.weights()
+
     def update(self, step: int, sums: Tensor) -> Tensor:
         return self.optimizer.step(step, sums)
 

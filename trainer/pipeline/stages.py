@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer.compile_lock import CompileLock
 from trainer.data.batch import Batch
 
 
@@ -66,6 +67,9 @@ class DrafterStage(Protocol):
     def gradients(self) -> list[Tensor]:
         """The gradient tensors, in one order for all replicas; never None, the same tensors at
         every step (zeroed in place by ``update``), so they may be registered once."""
+
+    def weights(self) -> list[Tensor]:
+        """What must be equal bit for bit in all replicas, in one order; the tensors themselves."""
 
     def update(self, step: int, sums: Tensor) -> Tensor:
         """Divide by the weight sum in ``sums`` (of all slots and drafters), clip, step, zero.
@@ -156,6 +160,8 @@ class Job:
     make_target: Callable[[torch.device], TargetStage]
     make_drafter: Callable[[torch.device], DrafterStage]
     event: EventSink
+    compile_lock: CompileLock | None = None
+    """The one that ``make_drafter`` compiles with; executors with threads enter ``thread()``."""
 
 
 class Executor(Protocol):
