@@ -76,6 +76,8 @@ class AgentChannel:
         self._error: DflashctlError | None = None
         self._noise = bytearray()
         self._stderr = bytearray()
+        self.link_alive = True
+        """Whether the way to the host still worked when the channel ended."""
         self._heard = time.monotonic()
         self._busy = False
         """The reading thread waits for one of our own readers: silence proves nothing then."""
@@ -109,7 +111,7 @@ class AgentChannel:
             raise self._error
         return self._hello
 
-    def request(self, op: str, payload: bytes = b"", **fields: Any) -> Request:
+    def request(self, op: str, payload: bytes = b"", /, **fields: Any) -> Request:
         """Send a request and return at once. Input, if ``more=True``, goes by ``feed``."""
         number = next(self._numbers)
         request = Request(number, op, self._send)
@@ -121,7 +123,7 @@ class AgentChannel:
         self._send({"id": number, "op": op, **fields}, payload)
         return request
 
-    def call(self, op: str, payload: bytes = b"", **fields: Any) -> dict[str, Any]:
+    def call(self, op: str, payload: bytes = b"", /, **fields: Any) -> dict[str, Any]:
         """A request's result."""
         return self.request(op, payload, **fields).result()
 
@@ -132,7 +134,8 @@ class AgentChannel:
         except (OSError, EOFError):
             pass
         self._link.close()
-        self._fail(self._lost("the channel was closed"))
+        if not self._over.is_set():
+            self._fail(self._lost("the channel was closed"))
 
     # Sending
 
@@ -307,6 +310,7 @@ class AgentChannel:
         )
 
     def _lost(self, reason: str) -> ConnectionLost:
+        self.link_alive = False
         return ConnectionLost(
             "the connection was lost" + (f": {reason}" if reason else ""),
             next_step="a run goes on without it; `dflashctl status` shows it once the host answers",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from orchestrator import agent_bundle, pct
 from orchestrator.agent import loader
 from orchestrator.channel import AgentChannel
 from orchestrator.connection import HostConnection
+from orchestrator.errors import DflashctlError
 from orchestrator.paths import HOST_WORKDIR
 from orchestrator.state import LaptopState
 from orchestrator.target import HostTarget, Target
@@ -26,6 +28,32 @@ def host_agent_argv(host: HostTarget) -> list[str]:
     return loader.argv(host.settings.python)
 
 
+class Opening:
+    """A channel that is being opened while its user does something else."""
+
+    def __init__(self, open_channel: Callable[[], AgentChannel]) -> None:
+        self._open = open_channel
+        self._channel: AgentChannel | None = None
+        self._error: DflashctlError | None = None
+        # A daemon: a user who gives up must not wait for a host that does not answer.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._channel = self._open()
+        except DflashctlError as error:
+            self._error = error
+
+    def result(self) -> AgentChannel:
+        """:raises UnreachableError: what kept it from opening."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        # Neither: a fault of ours ended the thread, and shows itself here again.
+        return self._channel or self._open()
+
+
 class Fleet:
     """Opens each connection and each channel once, closes them all at the end. Thread-safe."""
 
@@ -35,7 +63,7 @@ class Fleet:
         self._ask = ask
         self._lock = threading.Lock()
         self._hosts: dict[HostTarget, HostConnection] = {}
-        self._channels: list[AgentChannel] = []
+        self._owners: dict[AgentChannel, tuple[HostTarget, HostConnection]] = {}
 
     def __enter__(self) -> Fleet:
         return self
@@ -63,21 +91,30 @@ class Fleet:
             target.host, agent_argv(target), target.settings.workdir, place, target.ct
         )
 
+    def opening(self, target: Target) -> Opening:
+        """Begin to open a container's channel in the background."""
+        return Opening(lambda: self.container(target))
+
     def host(self, host: HostTarget) -> AgentChannel:
         """A new channel to the agent on a host."""
         place = f"{host.address}:{host.settings.port or ''}"
         return self._open(host, host_agent_argv(host), HOST_WORKDIR, place, None)
 
-    def reconnect(self, host: HostTarget) -> None:
-        """Drop a host's connection, so that the next channel opens a new one."""
+    def drop(self, channel: AgentChannel) -> None:
+        """Close a channel that failed, and its connection unless the link itself still lives."""
+        channel.close()
         with self._lock:
-            old = self._hosts.pop(host, None)
-        if old is not None:
-            old.close()
+            host, connection = self._owners.pop(channel, (None, None))
+            # Only its own connection: another channel may have made a new one meanwhile.
+            dead = not channel.link_alive and host and self._hosts.get(host) is connection
+            if host and dead:
+                del self._hosts[host]
+        if connection and dead:
+            connection.close()
 
     def close(self) -> None:
         with self._lock:
-            channels, self._channels = self._channels, []
+            channels, self._owners = list(self._owners), {}
             hosts, self._hosts = list(self._hosts.values()), {}
         for channel in channels:
             channel.close()
@@ -89,7 +126,8 @@ class Fleet:
     ) -> AgentChannel:
         bundle = agent_bundle.bundle()
         place = f"{place} {workdir}"
-        session = self.connection(host).session(argv)
+        connection = self.connection(host)
+        session = connection.session(argv)
         channel = AgentChannel(
             session,
             bundle,
@@ -100,7 +138,7 @@ class Fleet:
             on_hello=lambda hello: self._remember(place, hello),
         )
         with self._lock:
-            self._channels.append(channel)
+            self._owners[channel] = (host, connection)
         return channel
 
     def _remember(self, place: str, hello: dict[str, object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -137,10 +136,3 @@ def _at(inventory: Inventory, host: HostTarget, ct: int) -> Target:
 
 def _settings(container: Container) -> ContainerSettings:
     return ContainerSettings(**container.model_dump(exclude={"host", "ct"}))
-
-
-def inventory_source(option: Path | None, environment: str | None) -> Path | None:
-    """``--inventory``, else ``$DFLASHCTL_INVENTORY``, else the user's own (None)."""
-    if option is not None:
-        return option
-    return Path(environment).expanduser() if environment else None

@@ -1,0 +1,24 @@
+"""``dflashctl``: the command line. Verbs are loaded when they are used, so that help is quick."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run a verb; one message and the design's exit code for whatever fails."""
+    from orchestrator.errors import DflashctlError
+
+    words = sys.argv[1:]
+    options = words[: words.index("--")] if "--" in words else words
+    try:
+        from orchestrator.cli.app import build
+
+        build()(prog_name="dflashctl")
+    except DflashctlError as error:
+        from orchestrator.cli import output
+
+        output.fail(error, as_json="--json" in options)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

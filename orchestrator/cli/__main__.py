@@ -1,0 +1,7 @@
+"""``python -m orchestrator.cli`` is ``dflashctl``."""
+
+from __future__ import annotations
+
+from orchestrator.cli import main
+
+main()

@@ -1,0 +1,152 @@
+"""Following runs to their end, and the exit code that says how they ended."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.cli import output
+from orchestrator.cli.session import Session
+from orchestrator.errors import DflashctlError
+from orchestrator.follow import Follower, Piece, Start
+from orchestrator.paths import RunPaths
+from orchestrator.run import RunRef, RunSummary
+from orchestrator.screen import LogScreen
+from trainer.telemetry import duration, read_steps
+
+LOG = RunPaths("").log
+METRICS = RunPaths("").metrics
+
+
+def follow_run(
+    session: Session,
+    ref: RunRef,
+    *,
+    start: Start,
+    follow: bool = True,
+    show: bool = True,
+    as_json: bool = False,
+) -> int:
+    """Follow one run; returns the exit code that its end means (0 while it still runs)."""
+    return follow_runs(session, [ref], start=start, follow=follow, show=show, as_json=as_json)
+
+
+def follow_runs(
+    session: Session,
+    refs: Sequence[RunRef],
+    *,
+    start: Start,
+    follow: bool = True,
+    show: bool = True,
+    metrics: bool = False,
+    grep: re.Pattern[bytes] | None = None,
+    as_json: bool = False,
+) -> int:
+    """Follow several runs at once, each line marked with its run where there are several.
+
+    The highest exit code of all is returned; a run that cannot be read is told and does not stop
+    the others.
+    """
+    prefixes = _prefixes(refs)
+    lock = threading.Lock()
+    codes: list[int] = []
+
+    def one(ref: RunRef, prefix: str) -> None:
+        follower = Follower(
+            session.fleet,
+            ref,
+            (METRICS if metrics else LOG,),
+            start,
+            follow,
+            output.notice,
+        )
+        writer = _writer(ref, prefix, grep, show=show, metrics=metrics, as_json=as_json)
+        for piece in follower.pieces():
+            with lock:
+                writer(follower, piece)
+        summary = follower.summary()
+        with lock:
+            codes.append(_end(summary, ref, follow, as_json))
+
+    if len(refs) == 1:
+        one(refs[0], "")
+        return max(codes)
+
+    def guarded(ref: RunRef, prefix: str) -> None:
+        try:
+            one(ref, prefix)
+        except DflashctlError as error:
+            with lock:
+                output.fail(error, as_json=as_json)
+                codes.append(error.exit_code)
+
+    threads = [
+        threading.Thread(target=guarded, args=pair, daemon=True)
+        for pair in zip(refs, prefixes, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max(codes)
+
+
+def _prefixes(refs: Sequence[RunRef]) -> list[str]:
+    names = [ref.run_id or ref.target.name for ref in refs]
+    width = max(len(name) for name in names)
+    return [f"{name:<{width}} | " for name in names]
+
+
+def _writer(
+    ref: RunRef,
+    prefix: str,
+    grep: re.Pattern[bytes] | None,
+    *,
+    show: bool,
+    metrics: bool,
+    as_json: bool,
+) -> Any:
+    """A function that shows a piece, by what was asked for."""
+    if not show:
+        return lambda follower, piece: None
+    screen = LogScreen(
+        sys.stdout.buffer, terminal=sys.stdout.isatty() and not as_json, prefix=prefix, grep=grep
+    )
+
+    def as_lines(follower: Follower, piece: Piece) -> None:
+        place = {"run_id": follower.run_id, "host": ref.target.host.name, "ct": ref.target.ct}
+        for line in piece.data.splitlines():
+            if grep is None or grep.search(line):
+                text = line.decode(errors="replace")
+                body = {"metrics": json.loads(text)} if metrics else {"line": text}
+                output.emit({**place, **body})
+
+    def as_steps(follower: Follower, piece: Piece) -> None:
+        steps = read_steps(piece.data.decode(errors="replace"))
+        screen.write("".join(f"{step.human()}\n" for step in steps).encode())
+
+    if as_json:
+        return as_lines
+    if metrics:
+        return as_steps
+    return lambda follower, piece: screen.write(piece.data)
+
+
+def _end(summary: RunSummary, ref: RunRef, follow: bool, as_json: bool) -> int:
+    """Say how it ended, after the last of its lines."""
+    if not follow:
+        return 0
+    if as_json:
+        output.emit(summary.as_json(ref.target))
+    else:
+        took = ""
+        if summary.ended and summary.started:
+            took = f" after {duration(summary.ended - summary.started)}"
+        output.notice(f"{summary.run_id} {summary.ending()}{took}")
+        if summary.state == "failed":
+            output.notice(f"why: dflashctl diag {summary.run_id}")
+    return summary.verdict

@@ -1,0 +1,55 @@
+"""``dflashctl inventory``."""
+
+from __future__ import annotations
+
+import typer
+
+from orchestrator.cli import output
+from orchestrator.cli.app import VerbCommand
+from orchestrator.cli.options import InventoryOption, JsonOption, Targets
+from orchestrator.cli.session import open_session
+from orchestrator.run import ask_all
+from orchestrator.target import everything, resolve
+
+app = typer.Typer(help="List and check what is known.", no_args_is_help=True)
+
+
+@app.command("list", cls=VerbCommand)
+def list_containers(inventory: InventoryOption = None, as_json: JsonOption = False) -> None:
+    """List hosts, containers and groups; reach nothing."""
+    with open_session(inventory) as session:
+        known = session.inventory
+        if as_json:
+            output.emit(known.model_dump(mode="json"))
+            return
+        table = output.Table(
+            ("CONTAINER", 20), ("HOST", 16), ("CT", 6), ("GPUS", 10), ("GROUPS", 20)
+        )
+        for name, container in known.containers.items():
+            gpus = ",".join(map(str, container.gpus))
+            table.row(name, container.host, container.ct, gpus, " ".join(container.groups))
+        if not known.containers:
+            output.say(f"empty; write {session.laptop.inventory}, or give --host H --ct N")
+
+
+@app.command(cls=VerbCommand)
+def check(
+    targets: Targets = None, inventory: InventoryOption = None, as_json: JsonOption = False
+) -> None:
+    """Reach every container; exits 3 if one does not answer."""
+    code = 0
+    with open_session(inventory, ask=False) as session:
+        known = session.inventory
+        chosen = resolve(known, targets) if targets else everything(known)
+        for asked in ask_all(session.fleet, chosen, limit=1):
+            error = asked.error
+            code = max(code, error.exit_code if error else 0)
+            if as_json:
+                place = {"container": asked.target.name, "host": asked.target.host.name}
+                body = error.as_dict() if error else {"error": None}
+                output.emit({**body, **place, "ct": asked.target.ct})
+            elif error:
+                output.say(f"{asked.target.name:<20} {error.what}\n{'':20} next: {error.next_step}")
+            else:
+                output.say(f"{asked.target.name:<20} answers")
+    raise typer.Exit(code)

@@ -1,0 +1,167 @@
+"""``dflashctl launch``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator import launch as launching
+from orchestrator import release as releases
+from orchestrator import snapshot
+from orchestrator.cli import output
+from orchestrator.cli.app import COMMAND_KEY
+from orchestrator.cli.ending import follow_run
+from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
+from orchestrator.cli.session import Session, open_session
+from orchestrator.errors import UsageError
+from orchestrator.follow import Start
+from orchestrator.launch import Order, Started
+from orchestrator.release import Release
+from orchestrator.run import RunRef, new_run_id
+from orchestrator.target import Target
+
+
+def launch(
+    ctx: typer.Context,
+    targets: Targets = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    config: Annotated[
+        str | None, typer.Option("--config", help="Run the trainer on this YAML file.")
+    ] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option("--code", help="The folder to push; default: this git work tree or folder."),
+    ] = None,
+    no_push: Annotated[
+        bool, typer.Option("--no-push", help="Push nothing: start what is already there.")
+    ] = False,
+    name: Annotated[str | None, typer.Option("--name", help="The run's name.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="K=V", help="Set a variable for the run.")
+    ] = None,
+    env_file: Annotated[
+        Path | None,
+        typer.Option("--env-file", help="K=V lines, kept out of every record and command line."),
+    ] = None,
+    log: Annotated[
+        str | None,
+        typer.Option("--log", metavar="PATH", help="Also link the log at this container path."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start although another run lives there.")
+    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the end; exit with the run's verdict.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be sent; reach nothing.")
+    ] = False,
+    inventory: InventoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Preflight, push the code, start the run under tmux.
+
+    Starts -- COMMAND if given; else the trainer on --config FILE; else start_training.sh at the top
+    of the pushed folder. Prints the run id.
+    """
+    words: tuple[str, ...] = ctx.meta.get(COMMAND_KEY, ())
+    with open_session(inventory) as session:
+        target = session.one_target(targets, host, ct)
+        launching.check_log_link(log)
+        secrets = launching.read_environment_file(env_file) if env_file else {}
+        variables = launching.parse_environment(env or [])
+        run_id = new_run_id(name)
+        opening = None if dry_run else session.fleet.opening(target)
+        release = None if no_push else _release(session, code, config)
+        inside = _config_inside(config, release)
+        order = Order(
+            run_id=run_id,
+            name=name or "run",
+            command=launching.command_for(
+                target,
+                words,
+                inside,
+                release.has(launching.START_SCRIPT) if release else False,
+                str(release.root.path) if release else None,
+            ),
+            config=inside,
+            environment=variables,
+            secrets=secrets,
+            log_link=log,
+            force=force,
+            predecessor=_predecessor(session, target),
+        )
+        if opening is None:
+            _show_plan(target, order, release, as_json)
+            return
+        meter = output.Meter("pushing", release.bytes if release else None)
+        try:
+            started = launching.launch(
+                session.fleet,
+                target,
+                order,
+                release,
+                opening=opening,
+                notice=output.notice,
+                progress=meter,
+            )
+        finally:
+            meter.close()
+        _tell(started, release, as_json)
+        if follow or wait:
+            ref = RunRef(target, run_id)
+            raise typer.Exit(follow_run(session, ref, start=Start(), show=follow, as_json=as_json))
+
+
+def _release(session: Session, code: Path | None, config: str | None) -> Release:
+    root = snapshot.find_root(code, Path.cwd())
+    path = Path(config).expanduser() if config else None
+    if path is not None and not path.is_file():
+        raise UsageError(
+            f"--config {config}: no such file",
+            next_step="give a file of this machine; with --no-push a path inside the container",
+        )
+    return releases.build(root, session.laptop, path)
+
+
+def _config_inside(config: str | None, release: Release | None) -> str | None:
+    if config is None or release is None:
+        return config
+    return releases.config_path(Path(config).expanduser(), release.root)
+
+
+def _predecessor(session: Session, target: Target) -> str | None:
+    newest = session.state.newest()
+    return newest.run_id if newest and newest.target.name == target.name else None
+
+
+def _tell(started: Started, release: Release | None, as_json: bool) -> None:
+    for check in started.checks:
+        if not check.ok:
+            output.notice(f"{started.target.name}: {check.text} (next: {check.next_step})")
+    if as_json:
+        output.emit(started.as_json())
+        return
+    pushed = f", {release.files} files, {output.size(release.bytes)}" if release else ""
+    state = "already runs" if started.answer.get("already") else "started"
+    output.say(
+        f"{started.run_id}\n"
+        f"  {state} on {started.target.name} "
+        f"(release {started.answer.get('release') or 'none'}{pushed})\n"
+        f"  follow it:     dflashctl tail {started.run_id}\n"
+        f"  what is wrong: dflashctl diag {started.run_id}"
+    )
+
+
+def _show_plan(target: Target, order: Order, release: Release | None, as_json: bool) -> None:
+    steps = launching.plan(target, order, release)
+    if as_json:
+        shown: list[dict[str, Any]] = [{"to": step.label, "text": step.text} for step in steps]
+        output.emit({"run_id": order.run_id, "steps": shown})
+        return
+    for step in steps:
+        output.say(step.line())

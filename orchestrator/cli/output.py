@@ -1,0 +1,91 @@
+"""What a person or a program reads: one place for tables, notices, errors and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from orchestrator.errors import DflashctlError
+
+
+def fail(error: DflashctlError, *, as_json: bool) -> None:
+    """One message: JSON on standard output, else words on standard error."""
+    if as_json:
+        print(json.dumps(error.as_dict()), flush=True)
+    else:
+        print(f"{paint('error:', '31;1', sys.stderr)} {error}", file=sys.stderr, flush=True)
+
+
+def notice(text: str) -> None:
+    """Something worth knowing that is not the verb's answer."""
+    print(f"dflashctl: {text}", file=sys.stderr, flush=True)
+
+
+def emit(data: dict[str, Any]) -> None:
+    """The verb's answer as one JSON object."""
+    print(json.dumps(data, ensure_ascii=True, default=str), flush=True)
+
+
+def say(text: str) -> None:
+    """The verb's answer as words."""
+    print(text, flush=True)
+
+
+def paint(text: str, code: str, stream: TextIO = sys.stdout) -> str:
+    """Colour on a terminal that wants it (https://no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
+        return text
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+class Table:
+    """Rows that are printed as they come, in columns of fixed width that fit 80 characters."""
+
+    def __init__(self, *columns: tuple[str, int]) -> None:
+        self._columns = columns
+        self._begun = False
+
+    def row(self, *cells: object) -> None:
+        if not self._begun:
+            self._begun = True
+            self._print([name for name, _ in self._columns])
+        self._print(["-" if cell is None or cell == "" else str(cell) for cell in cells])
+
+    def _print(self, cells: Sequence[str]) -> None:
+        padded = (f"{cell:<{width}}" for cell, (_, width) in zip(cells, self._columns, strict=True))
+        say(" ".join(padded).rstrip())
+
+
+class Meter:
+    """Bytes moved so far, on a terminal only, twice a second."""
+
+    def __init__(self, what: str, total: int | None = None) -> None:
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._shown = 0.0
+        self._live = sys.stderr.isatty()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if self._live and now - self._shown > 0.5:
+            self._shown = now
+            of = f" of {size(self._total)}" if self._total else ""
+            print(f"\r{self._what} {size(self._done)}{of}\x1b[K", end="", file=sys.stderr)
+
+    def close(self) -> None:
+        if self._live and self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def size(count: float) -> str:
+    """``1.5 MB``: decimal units."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,191 @@
+"""``dflashctl ps``, ``status`` and ``stop``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.cli import output
+from orchestrator.cli.options import (
+    CtOption,
+    HostOption,
+    InventoryOption,
+    JsonOption,
+    Runs,
+    Targets,
+)
+from orchestrator.cli.session import open_session
+from orchestrator.errors import DflashctlError, UsageError
+from orchestrator.launch import whoami
+from orchestrator.run import Asked, RunRef, RunSummary, ask_all, seconds
+from orchestrator.target import everything
+from trainer.telemetry import compact, duration
+
+
+def ps(
+    targets: Targets = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    every: Annotated[
+        bool, typer.Option("--all", "-a", help="Every run, not only the newest few.")
+    ] = False,
+    inventory: InventoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the runs of every container, as the answers come.
+
+    A container that does not answer is shown as unreachable, which says nothing about its runs.
+    """
+    with open_session(inventory, ask=False) as session:
+        asked = session.targets(targets, host, ct) or everything(session.inventory)
+        if not asked:
+            newest = session.state.newest()
+            asked = [newest.target] if newest else []
+        if not asked:
+            raise UsageError(
+                "the inventory is empty, and no container was named",
+                next_step="give --host H --ct N, or write ~/.config/dflashctl/inventory.yaml",
+            )
+        answers = ask_all(session.fleet, asked, **({} if every else {"limit": 5}))
+        if as_json:
+            output.emit(_as_json(list(answers)))
+            return
+        table = output.Table(
+            ("RUN", 30), ("WHERE", 12), ("STATE", 11), ("STEP", 11), ("TOK/S", 7), ("ETA", 6)
+        )
+        for answer in answers:
+            _rows(table, answer)
+
+
+def _rows(table: output.Table, answer: Asked) -> None:
+    if answer.error is not None:
+        state = "unreachable" if answer.error.exit_code == 3 else "no answer"
+        table.row("", answer.target.name, state)
+        output.notice(str(answer.error))
+    for run in answer.runs:
+        table.row(
+            run.run_id,
+            answer.target.name,
+            run.state,
+            f"{run.step}/{run.steps}" if run.step is not None else None,
+            compact(run.tokens_per_s) if run.tokens_per_s and not run.is_over else None,
+            duration(run.eta_s) if run.eta_s is not None and not run.is_over else None,
+        )
+
+
+def _as_json(answers: list[Asked]) -> dict[str, Any]:
+    runs = [run.as_json(answer.target) for answer in answers for run in answer.runs]
+    silent = [
+        {
+            "host": answer.target.host.name,
+            "ct": answer.target.ct,
+            "state": "unreachable" if answer.error.exit_code == 3 else "unknown",
+            "error": answer.error.as_dict(),
+        }
+        for answer in answers
+        if answer.error is not None
+    ]
+    return {"runs": runs, "unreachable": silent}
+
+
+def status(
+    runs: Runs = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines shown.")] = 5,
+    inventory: InventoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one run in full; exits 1 if it failed, 3 if it cannot be reached."""
+    with open_session(inventory) as session:
+        found = []
+        for ref in session.runs(runs, host, ct):
+            channel = session.fleet.container(ref.target)
+            answer = channel.call("run.status", lines=lines, **ref.fields)
+            summary = RunSummary.model_validate(answer)
+            found.append(summary)
+            if as_json:
+                output.emit(summary.as_json(ref.target))
+            else:
+                _show(summary, ref, answer)
+    raise typer.Exit(max(summary.verdict for summary in found))
+
+
+def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
+    record = answer.get("record") or {}
+    rows: list[tuple[str, Any]] = [
+        ("run", run.run_id),
+        ("where", f"{ref.target.name} (host {ref.target.host.name}, container {ref.target.ct})"),
+        ("state", run.ending()),
+        ("command", " ".join(map(str, answer.get("command") or []))),
+        ("release", answer.get("release")),
+        ("launched by", answer.get("who")),
+        ("step", f"{run.step}/{run.steps}" if run.step is not None else None),
+        ("loss", f"{run.loss:.4f}" if run.loss is not None else None),
+        ("tau", f"{run.tau:.2f}" if run.tau is not None else None),
+        ("tokens/s", compact(run.tokens_per_s) if run.tokens_per_s else None),
+        ("eta", duration(run.eta_s) if run.eta_s is not None and not run.is_over else None),
+        ("silent for", duration(run.idle_s) if run.idle_s and not run.is_over else None),
+        ("attempts", answer.get("attempts") if answer.get("attempts") not in (None, 1) else None),
+        ("folder", answer.get("run_dir")),
+        ("git", _git(record.get("meta") or record)),
+    ]
+    for name, value in rows:
+        if value not in (None, ""):
+            output.say(f"{name:<12} {value}")
+    for line in run.last_lines:
+        output.say(f"  | {line}")
+
+
+def _git(meta: dict[str, Any]) -> str | None:
+    git = meta.get("git") or {}
+    commit = git.get("commit")
+    return (
+        f"{commit[:12]}{' + uncommitted changes' if git.get('dirty') else ''}" if commit else None
+    )
+
+
+def stop(
+    runs: Runs = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    grace: Annotated[
+        str | None,
+        typer.Option("--grace", help="Time for a checkpoint before TERM: 90s, 5m.", metavar="TIME"),
+    ] = None,
+    inventory: InventoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a run after a checkpoint: INT to all of it, then TERM, then KILL."""
+    fields = {"grace_s": seconds(grace)} if grace else {}
+    failed: list[DflashctlError] = []
+    with open_session(inventory) as session:
+        for ref in session.runs(runs, host, ct):
+            try:
+                _stop(session.fleet.container(ref.target), ref, fields, as_json)
+            except DflashctlError as error:
+                # The others are stopped all the same.
+                failed.append(error)
+                output.fail(error, as_json=as_json)
+    if failed:
+        raise typer.Exit(max(error.exit_code for error in failed))
+
+
+def _stop(channel: Any, ref: RunRef, fields: dict[str, Any], as_json: bool) -> None:
+    run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
+    request = channel.request("run.stop", run_id=run_id, who=whoami(), **fields)
+    for head, _ in request.frames():
+        if "signal" in head and not as_json:
+            output.notice(f"{run_id}: sent SIG{head['signal']}, {head.get('left')} processes left")
+    answer = request.result()
+    if as_json:
+        place = {"run_id": run_id, "host": ref.target.host.name, "ct": ref.target.ct}
+        output.emit({**place, **answer})
+        return
+    for line in answer.get("last_lines") or []:
+        output.say(f"  | {line}")
+    if answer.get("already"):
+        output.say(f"{run_id} had already ended: {answer['state']}")
+    else:
+        output.say(f"{run_id} {answer['state']} (exit code {answer.get('exit_code')})")

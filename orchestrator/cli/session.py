@@ -1,0 +1,72 @@
+"""What every verb begins with: the inventory, the laptop's state, and a fleet to reach out with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator import inventory as inventories
+from orchestrator import target as targets
+from orchestrator.errors import UsageError
+from orchestrator.fleet import Fleet
+from orchestrator.inventory import Inventory
+from orchestrator.paths import LaptopPaths
+from orchestrator.run import RunRef, choose
+from orchestrator.state import LaptopState
+from orchestrator.target import Target
+
+
+@dataclass
+class Session:
+    """One call of the command line."""
+
+    laptop: LaptopPaths
+    inventory: Inventory
+    state: LaptopState
+    fleet: Fleet
+
+    def targets(
+        self, names: Sequence[str] | None, host: str | None, ct: int | None
+    ) -> list[Target]:
+        """The containers named; empty where none was."""
+        return targets.resolve(self.inventory, names or (), host, ct)
+
+    def one_target(self, names: Sequence[str] | None, host: str | None, ct: int | None) -> Target:
+        """:raises UsageError: none or several were named."""
+        found = self.targets(names, host, ct)
+        if len(found) == 1:
+            return found[0]
+        what = "no container was named" if not found else f"{len(found)} containers were named"
+        known = ", ".join(self.inventory.containers) or "none: the inventory is empty"
+        raise UsageError(
+            f"{what}, and this verb takes one",
+            next_step=f"give --host H --ct N, or an inventory name ({known})",
+        )
+
+    def runs(self, words: Sequence[str] | None, host: str | None, ct: int | None) -> list[RunRef]:
+        return choose(self.fleet, self.inventory, self.state, words or (), host, ct)
+
+    def one_run(self, words: Sequence[str] | None, host: str | None, ct: int | None) -> RunRef:
+        """:raises UsageError: several runs were named."""
+        found = self.runs(words, host, ct)
+        if len(found) > 1:
+            raise UsageError(
+                f"{len(found)} runs were named, and this verb takes one",
+                next_step="give one run id; `dflashctl ps` lists them",
+            )
+        return found[0]
+
+
+@contextmanager
+def open_session(inventory: Path | None, *, ask: bool = True) -> Iterator[Session]:
+    """Read the inventory; close every connection at the end.
+
+    :param inventory: ``--inventory`` or ``$DFLASHCTL_INVENTORY``.
+    """
+    laptop = LaptopPaths()
+    state = LaptopState(laptop)
+    known = inventories.load(inventory.expanduser() if inventory else None, laptop)
+    with Fleet(state, ask=ask) as fleet:
+        yield Session(laptop, known, state, fleet)

@@ -1,0 +1,152 @@
+"""``dflashctl push`` and ``pull``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator import release as releases
+from orchestrator import snapshot, transfer
+from orchestrator.cli import output
+from orchestrator.cli.options import (
+    CtOption,
+    HostOption,
+    InventoryOption,
+    JsonOption,
+    Runs,
+    Targets,
+)
+from orchestrator.cli.session import open_session
+from orchestrator.paths import RunPaths
+from orchestrator.release import Push
+from orchestrator.run import RunRef
+
+# The values of environment variables stand in start.json: it is never part of a pull.
+PRIVATE = frozenset({RunPaths("").start, RunPaths("").secrets})
+CHECKPOINTS = RunPaths("").checkpoints
+
+
+def push(
+    targets: Targets = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    code: Annotated[
+        Path | None,
+        typer.Option("--code", help="The folder to push; default: this git work tree or folder."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be pushed; reach nothing.")
+    ] = False,
+    inventory: InventoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Push the code as an immutable release; start nothing."""
+    with open_session(inventory) as session:
+        found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
+        release = releases.build(snapshot.find_root(code, Path.cwd()), session.laptop)
+        if dry_run:
+            for entry in release.entries:
+                output.say(entry.path)
+            output.notice(f"{release.files} files, {output.size(release.bytes)}: {release.id}")
+            return
+        for target in found:
+            meter = output.Meter(f"pushing to {target.name}", release.bytes)
+            try:
+                blobs, commit = Push(session.fleet.container(target), release, meter).send()
+                for request in blobs:
+                    request.result()
+                answer = commit.result()
+            finally:
+                meter.close()
+            if as_json:
+                output.emit({"host": target.host.name, "ct": target.ct, **answer})
+            else:
+                was = "was there already" if answer["existing"] else "pushed"
+                output.say(
+                    f"{answer['release']} {was} on {target.name}: {release.files} files, "
+                    f"{output.size(release.bytes)}, at {answer['path']}"
+                )
+
+
+def pull(
+    runs: Runs = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    path: Annotated[
+        str | None,
+        typer.Option("--path", help="Only this: below the run's folder, or absolute."),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Where to; default: ./RUN.", show_default=False)
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="Every checkpoint, not only the newest.")
+    ] = False,
+    inventory: InventoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch a run's logs, records and newest checkpoint, verified; goes on after a cut.
+
+    A second pull fetches only what changed.
+    """
+    with open_session(inventory) as session:
+        ref = session.one_run(runs, host, ct)
+        channel = session.fleet.container(ref.target)
+        run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
+        source, newest = {"run_id": run_id}, None
+        if path and path.startswith("/"):
+            source = {"path": path}
+        elif path:
+            source["path"] = path
+        elif not everything:
+            newest = channel.call("pull.last_checkpoint", run_id=run_id)["path"]
+        meter = output.Meter("pulling")
+        try:
+            pulled = transfer.pull(
+                session.fleet,
+                RunRef(ref.target, run_id).target,
+                source,
+                (to or Path(run_id)).expanduser(),
+                wanted=_Wanted(every=everything or bool(path), newest=newest),
+                notice=output.notice,
+                progress=meter,
+            )
+        finally:
+            meter.close()
+        if as_json:
+            output.emit(
+                {
+                    "run_id": run_id,
+                    "host": ref.target.host.name,
+                    "ct": ref.target.ct,
+                    "destination": str(pulled.destination),
+                    "files": pulled.files,
+                    "bytes": pulled.bytes,
+                    "unchanged": pulled.unchanged,
+                    "skipped": pulled.skipped,
+                }
+            )
+        else:
+            output.say(
+                f"{pulled.files} files, {output.size(pulled.bytes)} into {pulled.destination} "
+                f"({pulled.unchanged} unchanged)"
+            )
+
+
+class _Wanted:
+    """Which paths of a run's folder are fetched."""
+
+    def __init__(self, *, every: bool, newest: str | None) -> None:
+        self._every = every
+        self._newest = newest
+
+    def __call__(self, path: str) -> bool:
+        if path in PRIVATE:
+            return False
+        if self._every or not path.startswith(f"{CHECKPOINTS}/"):
+            return True
+        # `newest` is absolute or below the run; the listing is below the run.
+        name = self._newest.rstrip("/").rpartition("/")[2] if self._newest else None
+        return name is not None and path.split("/")[1] == name

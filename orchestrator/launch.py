@@ -1,0 +1,363 @@
+"""Preflight, push, start: one connection, one ``pct exec``, two round trips beyond it.
+
+Preflight and the manifest go out together. When both answers are there, the missing blobs, the
+commit and the start are sent without waiting for one another.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from orchestrator import fleet as fleets
+from orchestrator import pct, preflight
+from orchestrator.agent_failure import kind_of
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import (
+    ConnectionLost,
+    DflashctlError,
+    HostUnreachable,
+    NotFoundError,
+    RefusedError,
+    TransferError,
+    UsageError,
+)
+from orchestrator.fleet import Fleet, Opening
+from orchestrator.release import Progress, Push, Release
+from orchestrator.target import HostTarget, Target
+
+START_SCRIPT = "start_training.sh"
+# A start whose reply was lost is asked again under the same run id: never a second process.
+RETRY_S = (1.0, 2.0, 4.0, 8.0)
+
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be started, all of it decided before anything is reached."""
+
+    run_id: str
+    name: str
+    command: tuple[str, ...]
+    config: str | None = None
+    """The trainer's config inside the release."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Set for the run like ``environment``, but written to no record and no command line."""
+    log_link: str | None = None
+    force: bool = False
+    predecessor: str | None = None
+
+    def start_fields(self, target: Target, release: Release | None) -> dict[str, Any]:
+        """The fields of ``run.start``, except which release."""
+        fields: dict[str, Any] = {
+            "run_id": self.run_id,
+            "name": self.name,
+            "command": list(self.command),
+            "env": dict(self.environment),
+            "secrets": dict(self.secrets),
+            "gpus": list(target.settings.gpus),
+            "meta": self._meta(target, release),
+            "force": self.force,
+        }
+        if self.log_link:
+            fields["log_link"] = self.log_link
+        return fields
+
+    def _meta(self, target: Target, release: Release | None) -> dict[str, Any]:
+        meta: dict[str, Any] = {"who": whoami(), "container": target.name}
+        if self.predecessor:
+            meta["predecessor"] = self.predecessor
+        if self.config:
+            meta["config"] = self.config
+        return {**meta, **(release.meta() if release else {})}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run that lives."""
+
+    run_id: str
+    target: Target
+    answer: dict[str, Any]
+    checks: list[preflight.Check]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "host": self.target.host.name,
+            "ct": self.target.ct,
+            "state": self.answer["state"],
+            "release": self.answer.get("release"),
+            "run_dir": self.answer.get("run_dir"),
+            "log": self.answer.get("log"),
+            "already": self.answer.get("already", False),
+        }
+
+
+def whoami() -> str:
+    """``user@laptop`` for records."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+def command_for(
+    target: Target,
+    words: Sequence[str],
+    config: str | None,
+    has_start_script: bool,
+    pushed: str | None,
+) -> tuple[str, ...]:
+    """``-- COMMAND…``, else the trainer on the config, else the start script.
+
+    :param pushed: the pushed folder, or None with ``--no-push``.
+    :raises UsageError: none of the three.
+    """
+    if words and config:
+        raise UsageError(
+            "both --config and -- COMMAND were given",
+            next_step="leave out one of them: --config FILE runs the trainer on FILE",
+        )
+    if words:
+        return tuple(words)
+    if config:
+        return (target.settings.python, "-m", "trainer", "train", config)
+    if has_start_script:
+        return ("bash", START_SCRIPT)
+    where = f"{pushed} has no {START_SCRIPT}" if pushed else "--no-push pushes nothing"
+    raise UsageError(
+        f"nothing to start: no -- COMMAND, no --config FILE, and {where}",
+        next_step=f"give one: -- COMMAND…, --config FILE, or a {START_SCRIPT} at the top of the "
+        "pushed folder",
+        host=target.host.name,
+        ct=target.ct,
+    )
+
+
+def parse_environment(pairs: Sequence[str]) -> dict[str, str]:
+    """``K=V`` words.
+
+    :raises UsageError: a word without ``=``, or a key that no environment takes.
+    """
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier() or not key.isascii():
+            # The value may be a secret: only the key is shown.
+            raise UsageError(f"--env {key!r} is not of the form KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def read_environment_file(path: Path) -> dict[str, str]:
+    """``KEY=VALUE`` lines; ``#`` lines and empty ones are passed over; quotes round a value go.
+
+    :raises UsageError: unreadable, or a line of another form (named by number, never shown).
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--env-file {path} cannot be read: {error}") from None
+    found = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier() or not key.isascii():
+            raise UsageError(f"--env-file {path}:{number} is not of the form KEY=VALUE")
+        if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        found[key] = value
+    return found
+
+
+def check_log_link(path: str | None) -> None:
+    """:raises UsageError: ``--log`` that is no absolute path."""
+    if path is not None and not PurePosixPath(path).is_absolute():
+        raise UsageError(
+            f"--log {path} is not absolute",
+            next_step="give a path inside the container, such as /workspace/train.log",
+        )
+
+
+def launch(
+    fleet: Fleet,
+    target: Target,
+    order: Order,
+    release: Release | None,
+    *,
+    notice: Notice,
+    opening: Opening | None = None,
+    progress: Progress | None = None,
+) -> Started:
+    """Start the run, or refuse with nothing half-made.
+
+    :param opening: the channel, if somebody began to open it already.
+
+    A link lost on the way is made again and everything is asked again under the same run id.
+
+    :raises RefusedError: preflight, a run that lives there already, a held lease.
+    :raises UnreachableError: the state is unknown; ``status`` of the run id tells once it answers.
+    """
+    channel: AgentChannel | None = None
+    for pause in (*RETRY_S, None):
+        try:
+            channel = opening.result() if opening else fleet.container(target)
+            opening = None
+            return _attempt(fleet, channel, target, order, release, progress)
+        except (ConnectionLost, HostUnreachable) as error:
+            if channel is None or pause is None:
+                error.run_id = order.run_id if channel else None
+                raise
+            notice(f"{error.where}: {error.what}; trying again in {pause:.0f} s")
+            fleet.drop(channel)
+            time.sleep(pause)
+        except (RefusedError, UsageError, TransferError, NotFoundError):
+            fleet.state.forget(order.run_id)
+            raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _attempt(
+    fleet: Fleet,
+    channel: AgentChannel,
+    target: Target,
+    order: Order,
+    release: Release | None,
+    progress: Progress | None,
+) -> Started:
+    looking = channel.request("preflight", **preflight_fields(target, order, release))
+    push = Push(channel, release, progress) if release else None
+    checks = preflight.read(looking.result(), target)
+    refused = preflight.refusal(checks, target)
+    if refused is not None:
+        raise refused
+    which: dict[str, Any] = {}
+    sent = []
+    if push is not None:
+        blobs, commit = push.send()
+        sent = [*blobs, commit]
+        which["release_from"] = commit.number
+    if order.config is not None:
+        for request in sent:
+            request.result()
+        release_path = sent[-1].result()["path"] if sent else None
+        check_config(channel, target, order, release_path)
+    fleet.state.remember(order.run_id, target)
+    diff = release.git.diff if release and release.git else b""
+    starting = channel.request("run.start", diff, **order.start_fields(target, release), **which)
+    # In this order, so that the first failure told is the first cause.
+    for request in sent:
+        request.result()
+    return Started(order.run_id, target, starting.result(), checks)
+
+
+def preflight_fields(target: Target, order: Order, release: Release | None) -> dict[str, Any]:
+    modules = preflight.MODULES if order.config else ()
+    return preflight.request_fields(target, modules, release.bytes if release else None)
+
+
+def check_config(
+    channel: AgentChannel, target: Target, order: Order, release_path: str | None
+) -> None:
+    """Let the trainer itself judge its config, before anything starts.
+
+    :raises UsageError: with the trainer's own message.
+    """
+    assert order.config is not None
+    argv = [target.settings.python, "-m", "trainer", "check", order.config]
+    environment = dict(order.environment)
+    request = channel.request("exec", command=argv, env=environment, cwd=release_path)
+    said = bytearray()
+    for head, payload in request.frames():
+        if head.get("stream") == "stderr":
+            said += payload
+    code = request.result()["exit_code"]
+    if code == 0:
+        return
+    # The trainer's own message is the last one; libraries may have warned before it.
+    text = said.decode(errors="replace").strip()
+    what, _, step = text.partition("\n  next: ")
+    lines = what.splitlines()[-4:]
+    kind = UsageError if code == 2 else RefusedError
+    raise kind(
+        "\n    ".join(lines) or f"`trainer check` ended with exit code {code}",
+        next_step=step.strip() or f"correct {order.config}",
+        host=target.host.name,
+        ct=target.ct,
+    )
+
+
+def is_double(error: DflashctlError) -> bool:
+    """Whether a start was refused because another run lives there."""
+    return kind_of(error) == "run.busy"
+
+
+# What --dry-run shows
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that would be sent: to the host's shell, or to the agent."""
+
+    label: str
+    text: str
+
+    def line(self) -> str:
+        return f"{self.label:<7} {self.text}"
+
+
+def plan(target: Target, order: Order, release: Release | None) -> list[Step]:
+    """Exactly what :func:`launch` would send, secrets hidden, nothing reached."""
+    hidden = replace(order, secrets=dict.fromkeys(order.secrets, "***"))
+    steps = [
+        Step("ssh", pct.shell_line(ssh_argv(target))),
+        _agent("preflight", preflight_fields(target, order, release)),
+    ]
+    which = {}
+    if release is not None:
+        size = f"{release.files} files, {release.bytes} bytes"
+        steps += [
+            _agent("release.begin", {"release": release.id}, f"({size})"),
+            _agent("release.blobs", {}, "(those that the container lacks)"),
+            _agent("release.commit", {"meta": release.meta()}),
+        ]
+        which = {"release": release.id}
+    if order.config is not None:
+        argv = [target.settings.python, "-m", "trainer", "check", order.config]
+        steps.append(_agent("exec", {"command": argv}))
+    steps.append(_agent("run.start", {**hidden.start_fields(target, release), **which}))
+    return steps
+
+
+def ssh_argv(target: Target) -> list[str]:
+    """What OpenSSH would be given for the same command; the agent's loader stands as ``LOADER``."""
+    return host_ssh_argv(target.host, [*fleets.agent_argv(target)[:-1], "LOADER"])
+
+
+def host_ssh_argv(host: HostTarget, command: Sequence[str], *, terminal: bool = False) -> list[str]:
+    """``command`` on a host by OpenSSH's client, under the inventory's settings."""
+    settings = host.settings
+    return pct.ssh_argv(
+        host.address,
+        command,
+        user=settings.user,
+        port=settings.port,
+        identity_file=str(settings.identity_file) if settings.identity_file else None,
+        known_hosts=str(settings.known_hosts) if settings.known_hosts else None,
+        host_keys=settings.host_keys,
+        ssh_config=str(settings.ssh_config) if settings.ssh_config else None,
+        terminal=terminal,
+    )
+
+
+def _agent(op: str, fields: dict[str, Any], note: str = "") -> Step:
+    text = f"{op} {json.dumps(fields, ensure_ascii=False)}" if fields else op
+    return Step("agent", f"{text} {note}".rstrip())

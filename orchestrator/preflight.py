@@ -1,0 +1,103 @@
+"""What must hold before a run may start, read from the agent's ``preflight``. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import DflashctlError, RefusedError
+from orchestrator.target import Target
+
+# A run without these cannot work or would leave nothing behind; the others are told and no more.
+REQUIRED = frozenset({"python", "modules", "tmux", "disk", "workdir", "gpu"})
+MODULES = ("torch", "transformers", "pydantic")
+"""What the trainer needs inside the container."""
+
+NEXT_STEPS = {
+    "python": "install Python 3.10 or later in the container, or set `python` in the inventory",
+    "modules": "install them into the container's interpreter: {python} -m pip install {missing}",
+    "tmux": "install it in the container: apt install tmux",
+    "disk": "free some space in the container, or set `workdir` in the inventory",
+    "workdir": "make it writable, or set `workdir` of the container in the inventory",
+    "gpu": "pass the GPU through to the container, or correct `gpus` in the inventory",
+    "shm": "give the container a larger /dev/shm: data loaders and NCCL use it",
+    "limits": "raise the limit in the container's configuration on the host",
+    "memory": "raise the container's memory limit: pct set {ct} --memory MIB",
+    "locale": "dflashctl sets LC_ALL=C.UTF-8 for the run",
+    "clock": "set the host's clock (chrony): ages are reckoned on the container's own",
+    "cpu": "give the container more cores, or start fewer workers",
+    "runs": "stop it, or launch beside it with --force",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    required: bool
+    text: str
+    """What was found, as words."""
+    next_step: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "ok": self.ok,
+            "required": self.required,
+            "text": self.text,
+            "next": self.next_step,
+        }
+
+
+def request_fields(target: Target, modules: tuple[str, ...], size: int | None) -> dict[str, Any]:
+    """The fields of the agent's ``preflight``."""
+    return {
+        "python": target.settings.python,
+        "modules": list(modules),
+        "gpus": list(target.settings.gpus),
+        **({"release_bytes": size} if size is not None else {}),
+    }
+
+
+def read(answer: dict[str, Any], target: Target) -> list[Check]:
+    """Each check of the agent's answer, the failed required ones first."""
+    checks = [_check(name, value, target) for name, value in answer["checks"].items()]
+    return sorted(checks, key=lambda check: (check.ok, not check.required, check.name))
+
+
+def refusal(checks: list[Check], target: Target) -> DflashctlError | None:
+    """The error that keeps a run from starting, or None."""
+    bad = [check for check in checks if not check.ok and check.required]
+    if not bad:
+        return None
+    first, *others = bad
+    also = "".join(f"\n    also: {check.text}" for check in others)
+    return RefusedError(
+        f"{first.text}{also}",
+        next_step=first.next_step,
+        host=target.host.name,
+        ct=target.ct,
+    )
+
+
+def _check(name: str, found: dict[str, Any], target: Target) -> Check:
+    ok = bool(found.get("ok"))
+    value = found.get("value")
+    text = str(found.get("error") or "") or _words(value)
+    missing = " ".join(value.get("missing", [])) if isinstance(value, dict) else ""
+    step = NEXT_STEPS.get(name, "").format(
+        python=target.settings.python, missing=missing, ct=target.ct
+    )
+    return Check(name, ok, name in REQUIRED, text or name, "" if ok else step)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{k} {_words(v)}" for k, v in value.items() if v not in (None, "", [], {})
+        )
+    if isinstance(value, list):
+        return " ".join(_words(item) for item in value)
+    return str(value)

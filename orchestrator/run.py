@@ -1,0 +1,229 @@
+"""Runs as the controller sees them: ids, summaries, and which run a verb means."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from orchestrator.errors import DflashctlError, RunNotFound, UsageError
+from orchestrator.fleet import Fleet
+from orchestrator.inventory import NAME, Inventory
+from orchestrator.state import LaptopState
+from orchestrator.target import RUN_ID, Target, everything, resolve
+
+# Hosts asked at once; each host has at most `connection.CHANNELS` channels of its own.
+CONCURRENCY = 64
+ENDED = frozenset({"finished", "failed", "stopped"})
+
+
+def new_run_id(name: str | None, now: float | None = None) -> str:
+    """``<name>-<date>-<time>-<4 hex>``: made here, so that a repeated start means the same run.
+
+    :raises UsageError: a name that is no file and session name.
+    """
+    name = name or "run"
+    # tmux takes dots and colons in a session name for its own; 40 keeps `ps` within 80 columns.
+    if not NAME.match(name) or "." in name or len(name) > 40:
+        raise UsageError(
+            f"{name!r} is no name for a run",
+            next_step="use up to 40 letters, digits, dashes and underscores, no dash first",
+        )
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return f"{name}-{stamp}-{secrets.token_hex(2)}"
+
+
+class RunSummary(BaseModel):
+    """What the agent says of a run. Newer agents may say more: that is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    run_id: str
+    name: str | None = None
+    state: str
+    reason: str | None = None
+    created: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    tau: float | None = None
+    tokens_per_s: float | None = None
+    eta_s: float | None = None
+    idle_s: float | None = None
+    last_lines: list[str] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def verdict(self) -> int:
+        """This tool's exit code for how the run ended: a requested stop is no failure."""
+        return 1 if self.state == "failed" else 0
+
+    def ending(self) -> str:
+        """``failed: exit code 3`` or ``failed: signal 9``."""
+        if self.signal:
+            how = f"signal {self.signal}"
+        elif self.exit_code is not None:
+            how = f"exit code {self.exit_code}"
+        else:
+            how = ""
+        parts = [part for part in (how, self.reason) if part and part != self.state]
+        return self.state + (f": {', '.join(parts)}" if parts else "")
+
+    def as_json(self, target: Target) -> dict[str, Any]:
+        """The stable keys first, then whatever else the agent said."""
+        stable = {
+            "run_id": self.run_id,
+            "host": target.host.name,
+            "ct": target.ct,
+            "state": self.state,
+            "exit_code": self.exit_code,
+            "signal": self.signal,
+            "step": self.step,
+            "tokens_per_s": self.tokens_per_s,
+            "eta_s": self.eta_s,
+        }
+        return {**stable, **{k: v for k, v in self.model_dump().items() if k not in stable}}
+
+
+@dataclass(frozen=True)
+class RunRef:
+    """A run and the container it lives in; without an id, the container's newest."""
+
+    target: Target
+    run_id: str | None
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What names it in a request."""
+        return {"run_id": self.run_id} if self.run_id else {}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One container's answer, or why there is none."""
+
+    target: Target
+    runs: tuple[RunSummary, ...] = ()
+    error: DflashctlError | None = None
+
+
+def ask_all(fleet: Fleet, targets: Sequence[Target], **fields: Any) -> Iterable[Asked]:
+    """``run.list`` of every container at once; answers in the order in which they come.
+
+    A host that does not answer is one late :class:`Asked` with its error; it holds up nobody.
+    """
+    pool = ThreadPoolExecutor(max_workers=CONCURRENCY, thread_name_prefix="ask")
+    waiting: list[Future[Asked]] = [pool.submit(_ask, fleet, t, fields) for t in targets]
+    try:
+        for done in as_completed(waiting):
+            yield done.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ask(fleet: Fleet, target: Target, fields: dict[str, Any]) -> Asked:
+    try:
+        channel = fleet.container(target)
+        try:
+            answer = channel.call("run.list", **fields)
+        finally:
+            # Its place among the host's channels is wanted by the next container.
+            channel.close()
+    except DflashctlError as error:
+        return Asked(target, error=error)
+    return Asked(target, tuple(RunSummary.model_validate(run) for run in answer["runs"]))
+
+
+def choose(
+    fleet: Fleet,
+    inventory: Inventory,
+    state: LaptopState,
+    words: Sequence[str],
+    host: str | None,
+    ct: int | None,
+) -> list[RunRef]:
+    """The runs that ``words`` (run ids, inventory names, groups) and ``--host --ct`` mean.
+
+    Nothing given: the newest run launched from this laptop, else the newest in the inventory.
+
+    :raises RunNotFound: an id nobody knows, or no run at all.
+    """
+    ids = [word for word in words if RUN_ID.match(word)]
+    names = [word for word in words if not RUN_ID.match(word)]
+    targets = resolve(inventory, names, host, ct)
+    if ids and len(targets) == 1:
+        return [RunRef(targets[0], run_id) for run_id in ids]
+    refs = [RunRef(target, None) for target in targets]
+    refs += [_locate(fleet, inventory, state, run_id) for run_id in ids]
+    if refs:
+        return refs
+    newest = state.newest()
+    if newest is not None:
+        return [RunRef(newest.target, newest.run_id)]
+    return [_newest_of(fleet, everything(inventory))]
+
+
+def _locate(fleet: Fleet, inventory: Inventory, state: LaptopState, run_id: str) -> RunRef:
+    known = state.find(run_id)
+    if known is not None:
+        return RunRef(known.target, run_id)
+    silent = []
+    for asked in ask_all(fleet, everything(inventory)):
+        if any(run.run_id == run_id for run in asked.runs):
+            return RunRef(asked.target, run_id)
+        if asked.error:
+            silent.append(asked.target.name)
+    raise RunNotFound(
+        f"no container of the inventory has it{_unasked(silent)}",
+        next_step="`dflashctl ps` lists the runs; --host H --ct N looks outside the inventory",
+        run_id=run_id,
+    )
+
+
+def _newest_of(fleet: Fleet, targets: Sequence[Target]) -> RunRef:
+    newest: tuple[float, RunRef] | None = None
+    silent = []
+    for asked in ask_all(fleet, targets, limit=1):
+        if asked.error:
+            silent.append(asked.target.name)
+        for run in asked.runs:
+            age = run.created or 0.0
+            if newest is None or age > newest[0]:
+                newest = (age, RunRef(asked.target, run.run_id))
+    if newest is not None:
+        return newest[1]
+    raise RunNotFound(
+        f"no run was launched from this laptop, and the inventory has none{_unasked(silent)}",
+        next_step="start one: dflashctl launch --host H --ct N",
+    )
+
+
+def _unasked(silent: list[str]) -> str:
+    return f" (no answer from {', '.join(sorted(silent))})" if silent else ""
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str) -> float:
+    """``90``, ``90s``, ``10m``, ``2h``, ``1d`` in seconds.
+
+    :raises UsageError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if not match:
+        raise UsageError(f"{text!r} is no duration", next_step="give for example 90s, 10m, 2h, 1d")
+    return float(match[1]) * _UNITS[match[2] or "s"]

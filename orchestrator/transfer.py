@@ -1,0 +1,264 @@
+"""Files out of a container: resumed after a cut, verified, never outside the destination."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from orchestrator.agent_failure import kind_of
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import ConnectionLost, HostUnreachable, TransferError
+from orchestrator.fleet import Fleet
+from orchestrator.follow import BACKOFF_S, Notice
+from orchestrator.request import Request
+from orchestrator.target import Target
+
+PARTS = ".dflashctl-pull"
+"""Unfinished files lie here, below the destination; gone when all is done."""
+# Small files are asked for ahead of their turn. Far below a request's backlog: a channel that waits
+# for the reader of one request cannot serve another.
+AHEAD_BYTES = 8 << 20
+AHEAD_FILES = 32
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A line of ``pull.list``: kind f, l or d."""
+
+    kind: str
+    path: str
+    size: int = 0
+    mtime_ns: int = 0
+    mode: int = 0o644
+    target: str = ""
+
+    @classmethod
+    def parse(cls, line: list[Any]) -> Listed:
+        if line[0] == "f":
+            return cls("f", line[1], size=line[2], mtime_ns=line[3], mode=line[4])
+        return cls(line[0], line[1], target=line[2] if line[0] == "l" else "")
+
+
+@dataclass
+class Pulled:
+    """What was done."""
+
+    destination: Path
+    files: int = 0
+    bytes: int = 0
+    unchanged: int = 0
+    skipped: int = 0
+    """Links that point outside what was pulled."""
+
+
+def check_path(path: str) -> tuple[str, ...]:
+    """The parts of a relative path that stays below its root.
+
+    :raises TransferError: an absolute path, ``..``, or a name that no file can have.
+    """
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in path:
+        raise TransferError(
+            f"the container lists {path!r}, which would be written outside the destination",
+            next_step="nothing of it was written; look at that folder in the container",
+        )
+    return pure.parts
+
+
+def place(destination: Path, path: str) -> Path:
+    """Where a listed path goes; its folders are made. No part on the way may be a link.
+
+    :raises TransferError: it would leave the destination.
+    """
+    *folders, name = check_path(path)
+    here = destination
+    for folder in folders:
+        here = here / folder
+        if here.is_symlink():
+            raise TransferError(f"{here} is a link: nothing is written through it")
+        here.mkdir(exist_ok=True)
+    return here / name
+
+
+def link_stays_inside(path: str, target: str) -> bool:
+    """Whether a link at ``path`` points below the pulled root."""
+    if target.startswith("/"):
+        return False
+    depth = len(PurePosixPath(path).parts) - 1
+    for part in PurePosixPath(target).parts:
+        depth += -1 if part == ".." else 1
+        if depth < 0:
+            return False
+    return True
+
+
+def pull(
+    fleet: Fleet,
+    target: Target,
+    source: dict[str, str],
+    destination: Path,
+    *,
+    wanted: Callable[[str], bool] = lambda path: True,
+    notice: Notice,
+    progress: Progress = lambda count: None,
+) -> Pulled:
+    """Fetch what ``source`` (fields of ``pull.list``) names; goes on after dropped links.
+
+    :raises TransferError: a file that does not verify; the others and its last state stay.
+    """
+    pulled = Pulled(destination)
+    channel: AgentChannel | None = None
+    attempt = 0
+    while True:
+        try:
+            channel = fleet.container(target)
+            _pull_once(channel, source, pulled, wanted, notice, progress)
+            return pulled
+        except (ConnectionLost, HostUnreachable) as error:
+            if channel is None:
+                raise
+            pause = BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
+            attempt += 1
+            notice(f"{target.name}: {error.what}; going on in {pause:g} s")
+            fleet.drop(channel)
+            time.sleep(pause)
+
+
+def _pull_once(
+    channel: AgentChannel,
+    source: dict[str, str],
+    pulled: Pulled,
+    wanted: Callable[[str], bool],
+    notice: Notice,
+    progress: Progress,
+) -> None:
+    listed, root = _list(channel, source)
+    alone = len(listed) == 1 and listed[0].path == ""
+    if alone:
+        # The root is a file itself: it keeps its name.
+        listed = [_renamed(listed[0], PurePosixPath(root).name)]
+    kept = [entry for entry in listed if wanted(entry.path)]
+    destination = pulled.destination
+    destination.mkdir(parents=True, exist_ok=True)
+    for entry in kept:
+        if entry.kind == "d":
+            place(destination, entry.path).mkdir(exist_ok=True)
+    parts = destination / PARTS
+    for entry, request, part in _reading(channel, kept, root, alone, pulled):
+        _receive(entry, request, part, pulled, progress)
+    if parts.is_dir() and not any(parts.iterdir()):
+        parts.rmdir()
+    for entry in kept:
+        if entry.kind == "l":
+            _link(entry, pulled, notice)
+
+
+def _list(channel: AgentChannel, source: dict[str, str]) -> tuple[list[Listed], str]:
+    request = channel.request("pull.list", **source)
+    text = bytearray()
+    for _, payload in request.frames():
+        text += payload
+    lines = text.decode("ascii").splitlines()
+    return [Listed.parse(json.loads(line)) for line in lines], str(request.result()["root"])
+
+
+def _renamed(entry: Listed, name: str) -> Listed:
+    return Listed(entry.kind, name, entry.size, entry.mtime_ns, entry.mode)
+
+
+def _reading(
+    channel: AgentChannel, entries: Iterable[Listed], root: str, alone: bool, pulled: Pulled
+) -> Iterator[tuple[Listed, Request, Path]]:
+    """Each file that is not there yet with its request, small ones asked for ahead."""
+    waiting: deque[tuple[Listed, Request, Path]] = deque()
+    ahead = 0
+    for entry in entries:
+        if entry.kind != "f":
+            continue
+        final = place(pulled.destination, entry.path)
+        if _same(final, entry):
+            pulled.unchanged += 1
+            continue
+        while waiting and (ahead + entry.size > AHEAD_BYTES or len(waiting) >= AHEAD_FILES):
+            first = waiting.popleft()
+            ahead -= first[0].size
+            yield first
+        part = _part(pulled.destination, entry)
+        request = channel.request(
+            "pull.read",
+            path=root if alone else f"{root}/{entry.path}",
+            offset=part.stat().st_size if part.is_file() else 0,
+            expect={"size": entry.size, "mtime_ns": entry.mtime_ns},
+        )
+        waiting.append((entry, request, part))
+        ahead += entry.size
+    yield from waiting
+
+
+def _same(path: Path, entry: Listed) -> bool:
+    """Pulled before: it was verified then and has the size and time it was given."""
+    if not path.is_file() or path.is_symlink():
+        return False
+    info = path.stat()
+    return (info.st_size, info.st_mtime_ns) == (entry.size, entry.mtime_ns)
+
+
+def _part(destination: Path, entry: Listed) -> Path:
+    """Its name holds which state of which file it is part of: another state starts afresh."""
+    folder = destination / PARTS
+    if folder.is_symlink():
+        raise TransferError(f"{folder} is a link: nothing is written through it")
+    folder.mkdir(exist_ok=True)
+    name = hashlib.sha256(os.fsencode(entry.path)).hexdigest()[:32]
+    return folder / f"{name}-{entry.size}-{entry.mtime_ns}"
+
+
+def _receive(
+    entry: Listed, request: Request, part: Path, pulled: Pulled, progress: Progress
+) -> None:
+    digest = hashlib.sha256()
+    with part.open("a+b") as stream:
+        stream.seek(0)
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+        try:
+            for _, payload in request.frames():
+                stream.write(payload)
+                digest.update(payload)
+                pulled.bytes += len(payload)
+                progress(len(payload))
+            answer = request.result()
+        except TransferError as error:
+            if kind_of(error) == "pull.changed":
+                part.unlink()
+            raise
+    if digest.hexdigest() != answer["sha256"]:
+        part.unlink()
+        raise TransferError(
+            f"{entry.path} did not arrive as it is in the container",
+            next_step="pull again; what was there before is untouched",
+        )
+    part.chmod(entry.mode & 0o777)
+    os.utime(part, ns=(entry.mtime_ns, entry.mtime_ns))
+    part.replace(place(pulled.destination, entry.path))
+    pulled.files += 1
+
+
+def _link(entry: Listed, pulled: Pulled, notice: Notice) -> None:
+    path = place(pulled.destination, entry.path)
+    if not link_stays_inside(entry.path, entry.target):
+        pulled.skipped += 1
+        notice(f"left out the link {entry.path} -> {entry.target}: it points outside")
+        return
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    path.symlink_to(entry.target)
