@@ -1,83 +1,200 @@
-"""What is worth telling about a run that is polled: changes, stalls, lost throughput. Pure."""
+"""Polling many runs until they end: one thread a run asks, one place judges and tells."""
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.run import RunSummary
+from orchestrator.alarm import Notice, Throughput, Watched
+from orchestrator.channel import AgentChannel
+from orchestrator.connection import CHANNELS
+from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
+from orchestrator.fleet import Fleet
+from orchestrator.run import RunRef, RunSummary
+from trainer.telemetry import METRICS_FILE, StepLine, read_steps
 
-# Against the run's own recent best: below this share is an alarm.
-SLOW_SHARE = 0.5
-# Readings that the best is taken from, and that must all be slow: one slow step is no news.
-WINDOW = 32
-CONFIRM = 3
+EVERY_S = 10.0
+# While nobody answers: quick at first, then once a minute.
+BACKOFF_S = (2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
+# Enough for `alarm.RECENT` medians; a line has some 400 bytes.
+SEED_LINES = 400
+# Channels that stay open on one host; beyond that each question opens its own and closes it, so
+# that containers take turns and other verbs find room.
+KEPT = CHANNELS - 2
+
+
+@dataclass
+class Report:
+    """Something happened to a run: what to tell, and how it stands now."""
+
+    ref: RunRef
+    watched: Watched
+    notices: list[Notice] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        return f"{self.ref.target.name} {self.ref.run_id or ''}".rstrip()
+
+    def as_dict(self, notice: Notice) -> dict[str, Any]:
+        """One notice with the stable keys of ``--json``; also the webhook's body."""
+        summary = self.watched.summary
+        stable: dict[str, Any] = dict.fromkeys(
+            ("exit_code", "signal", "step", "steps", "tokens_per_s", "loss")
+        )
+        if summary is not None:
+            stable = {key: getattr(summary, key) for key in stable}
+        return {
+            "event": notice.kind,
+            "alarm": notice.is_alarm,
+            # Chat services (Slack, Mattermost) show the field of this name as it is.
+            "text": f"{self.where}: {notice.text}",
+            "run_id": self.ref.run_id,
+            "host": self.ref.target.host.name,
+            "ct": self.ref.target.ct,
+            "state": self.watched.state,
+            "eta_s": self.watched.eta_s,
+            **stable,
+        }
 
 
 @dataclass(frozen=True)
-class Alert:
-    """One thing to tell."""
-
-    kind: str
-    """``state``, ``unreachable``, ``reachable``, ``slow``, ``recovered``, ``ended``."""
-    text: str
-    fields: dict[str, Any] = field(default_factory=dict)
+class _Answer:
+    index: int
+    value: RunSummary | DflashctlError | tuple[list[StepLine], list[StepLine]] | None
+    """None: the thread left before the run was over, which only a fault of ours brings about."""
 
 
-class Watcher:
-    """Feed it every reading; it says each thing once."""
+class Watch:
+    """Asks about ``refs`` every ``every_s`` seconds until all have ended."""
 
-    def __init__(self) -> None:
-        self._state: str | None = None
-        self._reachable = True
-        self._slow = False
-        self._rates: deque[float] = deque(maxlen=WINDOW)
-        self._step: int | None = None
+    def __init__(
+        self,
+        fleet: Fleet,
+        refs: Sequence[RunRef],
+        *,
+        drop: float,
+        every_s: float = EVERY_S,
+        stall_s: float | None = None,
+    ) -> None:
+        """
+        :param drop: the fall in throughput, 0..1, that raises the alarm.
+        :param stall_s: silence that counts as a stall in place of the run's own limit.
+        """
+        self.reports = [Report(ref, Watched(Throughput(drop=drop))) for ref in refs]
+        self._fleet = fleet
+        self._every_s = every_s
+        self._stall = {"stall_s": stall_s} if stall_s is not None else {}
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._crowd = Counter(ref.target.host.name for ref in refs)
 
-    def unreachable(self, reason: str) -> list[Alert]:
-        """No answer: the state is unknown, and that is all that is known."""
-        if not self._reachable:
-            return []
-        self._reachable = False
-        return [Alert("unreachable", f"unreachable: {reason}")]
+    def run(self) -> Iterator[Report]:
+        """Each run after each answer, with what that answer gave rise to.
 
-    def reading(self, run: RunSummary) -> list[Alert]:
-        """A summary of the run."""
-        alerts = []
-        if not self._reachable:
-            self._reachable = True
-            alerts.append(Alert("reachable", "answers again"))
-        if run.state != self._state:
-            self._state = run.state
-            kind = "ended" if run.is_over else "state"
-            alerts.append(Alert(kind, run.ending() if run.is_over else run.state))
-        return alerts + self._throughput(run)
+        :raises DflashctlError: a run that is not there, or the only one cannot be reached at all.
+        """
+        for index in range(len(self.reports)):
+            threading.Thread(
+                target=self._work, args=(index,), daemon=True, name=f"watch {index}"
+            ).start()
+        try:
+            while not all(report.watched.is_over for report in self.reports):
+                answer = self._answers.get()
+                if answer.value is not None or not self.reports[answer.index].watched.is_over:
+                    yield self._judge(answer)
+        finally:
+            self._over.set()
 
-    def _throughput(self, run: RunSummary) -> list[Alert]:
-        # Only new steps of a training run count: compiling and stalls have states of their own.
-        if run.state != "training" or not run.tokens_per_s or run.step == self._step:
-            return []
-        self._step = run.step
-        best = statistics.median(sorted(self._rates)[-5:]) if self._rates else 0.0
-        self._rates.append(run.tokens_per_s)
-        recent = list(self._rates)[-CONFIRM:]
-        if len(self._rates) <= CONFIRM:
-            return []
-        slow = all(rate < SLOW_SHARE * best for rate in recent)
-        fast = all(rate >= SLOW_SHARE * best for rate in recent)
-        numbers = {"tokens_per_s": run.tokens_per_s, "best_tokens_per_s": best}
-        if slow and not self._slow:
-            self._slow = True
-            share = run.tokens_per_s / best
-            text = (
-                f"throughput fell to {share:.0%} of this run's best ({run.tokens_per_s:.0f} tok/s)"
-            )
-            return [Alert("slow", text, numbers)]
-        if fast and self._slow:
-            self._slow = False
-            return [
-                Alert("recovered", f"throughput is back at {run.tokens_per_s:.0f} tok/s", numbers)
-            ]
-        return []
+    def _judge(self, answer: _Answer) -> Report:
+        report = self.reports[answer.index]
+        if isinstance(answer.value, RunSummary):
+            # "The newest" is fixed once: a later launch is another run.
+            report.ref = RunRef(report.ref.target, answer.value.run_id)
+            report.notices = report.watched.feed(answer.value)
+        elif isinstance(answer.value, DflashctlError):
+            if not self._may_mend(report, answer.value):
+                raise answer.value
+            report.notices = report.watched.miss(answer.value)
+        elif answer.value is None:
+            raise RuntimeError(f"the thread that asked about {report.where} is gone")
+        else:
+            report.notices = report.watched.seed(*answer.value)
+        return report
+
+    def _may_mend(self, report: Report, error: DflashctlError) -> bool:
+        if not isinstance(error, (UnreachableError, ContainerNotRunning)):
+            return False
+        return report.watched.summary is not None or len(self.reports) > 1
+
+    # In the threads
+
+    def _work(self, index: int) -> None:
+        try:
+            self._ask_on(index)
+        finally:
+            self._answers.put(_Answer(index, None))
+
+    def _ask_on(self, index: int) -> None:
+        ref = self.reports[index].ref
+        kept = self._crowd[ref.target.host.name] <= KEPT
+        run_id = ref.run_id
+        channel: AgentChannel | None = None
+        misses = 0
+        seeded = False
+        while not self._over.is_set():
+            pause = self._every_s
+            try:
+                channel = channel or self._fleet.container(ref.target)
+                summary = self._ask(channel, run_id)
+                if not seeded:
+                    past = self._past(channel, summary)
+                    self._answers.put(_Answer(index, past))
+                    seeded = True
+                run_id, misses = summary.run_id, 0
+                self._answers.put(_Answer(index, summary))
+                if summary.is_over:
+                    return
+                if not kept:
+                    channel.close()
+                    channel = None
+            except DflashctlError as error:
+                self._answers.put(_Answer(index, error))
+                if channel is not None:
+                    self._fleet.drop(channel)
+                    channel = None
+                pause = BACKOFF_S[min(misses, len(BACKOFF_S) - 1)]
+                misses += 1
+            self._over.wait(pause)
+
+    def _ask(self, channel: AgentChannel, run_id: str | None) -> RunSummary:
+        fields = {"run_id": run_id} if run_id else {}
+        answer = channel.call("run.status", lines=3, **fields, **self._stall)
+        return RunSummary.model_validate(answer)
+
+    def _past(
+        self, channel: AgentChannel, summary: RunSummary
+    ) -> tuple[list[StepLine], list[StepLine]]:
+        before = (summary.model_extra or {}).get("predecessor")
+        own = read_metrics(channel, summary.run_id, SEED_LINES)
+        try:
+            return own, read_metrics(channel, before, SEED_LINES) if before else []
+        except DflashctlError:
+            # Removed since, or of another container: nothing to compare with.
+            return own, []
+
+
+def read_metrics(channel: AgentChannel, run_id: str, lines: int | None) -> list[StepLine]:
+    """The last step lines of a run (None: all)."""
+    return list(read_steps(read_lines(channel, run_id, METRICS_FILE, lines)))
+
+
+def read_lines(channel: AgentChannel, run_id: str, file: str, lines: int | None) -> str:
+    """The last ``lines`` lines of a file in the run's folder (None: all); empty if it is absent."""
+    fields: dict[str, Any] = {} if lines is None else {"lines": lines}
+    request = channel.request("tail", run_id=run_id, files=[file], follow=False, **fields)
+    pieces = [payload for _, payload in request.frames()]
+    return b"".join(pieces).decode("utf-8", errors="replace")

@@ -2,98 +2,121 @@
 
 from __future__ import annotations
 
-import json
+import shutil
+import sys
 import time
-import urllib.error
-import urllib.request
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from orchestrator.channel import AgentChannel
+from orchestrator.alarm import DROP, Notice, status_line, verdict
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
-from orchestrator.cli.session import Session, open_session
-from orchestrator.errors import ContainerNotRunning, UnreachableError, UsageError
-from orchestrator.run import RunRef, RunSummary
-from orchestrator.watch import Alert, Watcher
+from orchestrator.cli.session import open_session
+from orchestrator.run import seconds
+from orchestrator.watch import EVERY_S, Report, Watch
+from orchestrator.webhook import Webhook
 
 
 def watch(
     runs: Runs = None,
     host: HostOption = None,
     ct: CtOption = None,
-    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between looks.")] = 5.0,
+    every: Annotated[
+        float, typer.Option("--every", min=0.2, metavar="SECONDS", help="Time between questions.")
+    ] = EVERY_S,
+    drop: Annotated[
+        int,
+        typer.Option("--drop", min=1, max=99, metavar="PERCENT", help="Lost throughput to tell."),
+    ] = round(DROP * 100),
+    stall: Annotated[
+        str | None,
+        typer.Option(
+            "--stall",
+            metavar="TIME",
+            help="Silence that is a stall: 90s, 10m. Default: by the run's phase and pace.",
+            show_default=False,
+        ),
+    ] = None,
     webhook: Annotated[
-        str | None, typer.Option("--webhook", metavar="URL", help="POST each alert there as JSON.")
+        str | None,
+        typer.Option(
+            "--webhook",
+            metavar="URL",
+            envvar="DFLASHCTL_WEBHOOK",
+            help="POST each line there as JSON.",
+            show_default=False,
+        ),
     ] = None,
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Poll a run until its end: state changes, lost throughput, no answer.
+    """Watch runs until they have ended; tell each change of state and each alarm.
 
-    Exits 0 if it finished or was stopped, 1 if it failed. No answer is never taken for failure.
+    An alarm is throughput that fell against the run's own recent best or is below its
+    predecessor's, a stall, a restart, or no answer. No answer is never taken for a failure.
+
+    Exits 0 when all finished or were stopped, 1 if one failed, 3 if none could be reached.
     """
-    if webhook and not webhook.startswith(("http://", "https://")):
-        raise UsageError(f"--webhook {webhook} is no http:// or https:// address")
-    with open_session(inventory) as session:
-        ref = session.one_run(runs, host, ct)
-        raise typer.Exit(_watch(session, ref, every, webhook, as_json))
-
-
-def _watch(session: Session, ref: RunRef, every: float, webhook: str | None, as_json: bool) -> int:
-    channel: AgentChannel = session.fleet.container(ref.target)
-    run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
-    watcher = Watcher()
-    place = {"run_id": run_id, "host": ref.target.host.name, "ct": ref.target.ct}
-    while True:
-        run: RunSummary | None = None
-        try:
-            run = RunSummary.model_validate(channel.call("run.status", run_id=run_id, lines=0))
-            alerts = watcher.reading(run)
-        except (UnreachableError, ContainerNotRunning) as error:
-            alerts = watcher.unreachable(error.what)
-            session.fleet.drop(channel)
-        for alert in alerts:
-            _tell(alert, place, run, ref, webhook, as_json)
-        if run is not None and run.is_over:
-            return run.verdict
-        time.sleep(every)
-        if run is None:
-            channel = _again(session, ref, channel)
-
-
-def _again(session: Session, ref: RunRef, old: AgentChannel) -> AgentChannel:
-    """A new channel, or the dead one where there is none to be had: its next call fails at once."""
+    hook = Webhook(webhook, output.notice) if webhook else None
     try:
-        return session.fleet.container(ref.target)
-    except UnreachableError:
-        return old
+        with open_session(inventory, ask=False) as session:
+            watched = Watch(
+                session.fleet,
+                session.runs(runs, host, ct),
+                every_s=every,
+                drop=drop / 100,
+                stall_s=seconds(stall) if stall else None,
+            )
+            screen = _Screen(watched.reports, as_json)
+            for report in watched.run():
+                for notice in report.notices:
+                    screen.tell(report, notice)
+                    if hook:
+                        hook.send(report.as_dict(notice))
+                screen.refresh()
+            screen.close()
+            raise typer.Exit(verdict([report.watched for report in watched.reports]))
+    finally:
+        if hook:
+            hook.close()
 
 
-def _tell(
-    alert: Alert,
-    place: dict[str, Any],
-    run: RunSummary | None,
-    ref: RunRef,
-    webhook: str | None,
-    as_json: bool,
-) -> None:
-    state = run.as_json(ref.target) if run else {**place, "state": "unreachable"}
-    body = {**state, "alert": alert.kind, "text": alert.text, **alert.fields}
-    if as_json:
-        output.emit(body)
-    else:
-        output.say(f"{time.strftime('%H:%M:%S')} {place['run_id']} {alert.text}")
-    if webhook:
-        _post(webhook, body)
+class _Screen:
+    """A line for each notice and, on a terminal, one below them that says how things stand."""
+
+    def __init__(self, reports: list[Report], as_json: bool) -> None:
+        self._reports = reports
+        self._as_json = as_json
+        self._live = sys.stdout.isatty() and not as_json
+
+    def tell(self, report: Report, notice: Notice) -> None:
+        if self._as_json:
+            output.emit(report.as_dict(notice))
+            return
+        self._clear()
+        name = report.ref.run_id or report.ref.target.name
+        text = output.paint(notice.text, "33;1") if notice.is_alarm else notice.text
+        output.say(f"{time.strftime('%H:%M:%S')} {name}: {text}")
+
+    def refresh(self) -> None:
+        if self._live:
+            width = _columns()
+            print(f"\r\x1b[K{self._standing()[: width - 1]}", end="", flush=True)
+
+    def close(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._live:
+            print("\r\x1b[K", end="", flush=True)
+
+    def _standing(self) -> str:
+        if len(self._reports) == 1:
+            return status_line(self._reports[0].watched)
+        states = [report.watched.state for report in self._reports]
+        return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
-def _post(url: str, body: dict[str, Any]) -> None:
-    data = json.dumps(body, default=str).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=10):
-            pass
-    except (urllib.error.URLError, TimeoutError) as error:
-        output.notice(f"the webhook did not take the alert: {error}")
+def _columns() -> int:
+    return shutil.get_terminal_size().columns
