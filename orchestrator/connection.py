@@ -169,7 +169,7 @@ def make_connection(route: Route, name: str, secret: str | None = None) -> Conne
     }
     if secret is not None:
         settings["password"] = secret
-    gateway: Connection | str | bool = False
+    gateway: Connection | str | None = None
     if route.gateway is not None:
         gateway = make_connection(route.gateway, name)
     elif route.proxy_command is not None:

@@ -16,7 +16,7 @@ from orchestrator.errors import (
     ContainerNotRunning,
     DflashctlError,
     ExecFailed,
-    NotFoundError,
+    RefusedError,
 )
 
 
@@ -141,13 +141,13 @@ _READINGS = (
     ),
     _reading(
         r"No such file or directory - Failed to exec \"([^\"]*)\"",
-        NotFoundError,
+        RefusedError,
         "the container has no {0}",
         "install it there (apt install python3), or set `python` of the container in the inventory",
     ),
     _reading(
         r"Permission denied - Failed to exec \"([^\"]*)\"",
-        ExecFailed,
+        RefusedError,
         "{0} in the container is not executable",
         "set `python` of the container in the inventory to an interpreter",
     ),
@@ -165,7 +165,7 @@ _READINGS = (
     ),
     _reading(
         r"(\S*python[\d.]*): (?:command )?not found|(\S*python[\d.]*): No such file or directory",
-        NotFoundError,
+        RefusedError,
         "there is no {0}",
         "install Python 3.10 or later there, or set `python` in the inventory",
     ),

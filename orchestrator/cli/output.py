@@ -53,7 +53,8 @@ class Table:
         if not self._begun:
             self._begun = True
             self._print([name for name, _ in self._columns])
-        self._print(["-" if cell is None or cell == "" else str(cell) for cell in cells])
+        filled = [*cells, *[None] * (len(self._columns) - len(cells))]
+        self._print(["-" if cell in (None, "") else str(cell) for cell in filled])
 
     def _print(self, cells: Sequence[str]) -> None:
         padded = (f"{cell:<{width}}" for cell, (_, width) in zip(cells, self._columns, strict=True))

@@ -16,7 +16,7 @@ from orchestrator.cli.options import (
     Targets,
 )
 from orchestrator.cli.session import open_session
-from orchestrator.errors import DflashctlError, UsageError
+from orchestrator.errors import ContainerNotRunning, DflashctlError, UsageError
 from orchestrator.launch import whoami
 from orchestrator.run import Asked, RunRef, RunSummary, ask_all, seconds
 from orchestrator.target import everything
@@ -60,8 +60,7 @@ def ps(
 
 def _rows(table: output.Table, answer: Asked) -> None:
     if answer.error is not None:
-        state = "unreachable" if answer.error.exit_code == 3 else "no answer"
-        table.row("", answer.target.name, state)
+        table.row(None, answer.target.name, _silence(answer.error))
         output.notice(str(answer.error))
     for run in answer.runs:
         table.row(
@@ -74,13 +73,20 @@ def _rows(table: output.Table, answer: Asked) -> None:
         )
 
 
+def _silence(error: DflashctlError) -> str:
+    """Why there is no answer; never a state of a run."""
+    if isinstance(error, ContainerNotRunning):
+        return "not running"
+    return "unreachable" if error.exit_code == 3 else "unknown"
+
+
 def _as_json(answers: list[Asked]) -> dict[str, Any]:
     runs = [run.as_json(answer.target) for answer in answers for run in answer.runs]
     silent = [
         {
             "host": answer.target.host.name,
             "ct": answer.target.ct,
-            "state": "unreachable" if answer.error.exit_code == 3 else "unknown",
+            "state": _silence(answer.error),
             "error": answer.error.as_dict(),
         }
         for answer in answers

@@ -1,0 +1,156 @@
+"""What an inventory may say, and the one message for what it may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import InventoryError, NotFoundError, UsageError
+from orchestrator.inventory import Inventory, load
+from orchestrator.paths import LaptopPaths
+from orchestrator.target import Target, everything, resolve, resolve_host
+
+GOOD = """
+hosts:
+  pve1: {address: 10.1.2.6, user: root}
+containers:
+  a: {host: pve1, ct: 200, gpus: [0, 1], groups: [train]}
+  b: {host: pve1, ct: 201, workdir: /data, groups: [train, small]}
+defaults:
+  python: /opt/python
+"""
+
+
+@pytest.fixture
+def laptop(tmp_path: Path) -> LaptopPaths:
+    return LaptopPaths({"HOME": str(tmp_path / "home")})
+
+
+def read(tmp_path: Path, text: str) -> Inventory:
+    path = tmp_path / "inventory.yaml"
+    path.write_text(text)
+    return load(path, LaptopPaths({"HOME": str(tmp_path)}))
+
+
+def refusal(tmp_path: Path, text: str) -> str:
+    with pytest.raises(InventoryError) as caught:
+        read(tmp_path, text)
+    return str(caught.value)
+
+
+def test_defaults_fill_what_a_container_leaves_out(tmp_path: Path) -> None:
+    known = read(tmp_path, GOOD)
+    assert known.containers["a"].python == "/opt/python"
+    assert known.containers["a"].workdir == "/workspace"
+    assert known.containers["b"].workdir == "/data"
+    assert known.groups() == {"train": ["a", "b"], "small": ["b"]}
+
+
+def test_the_users_own_inventory_is_a_file_and_a_folder_beside_it(laptop: LaptopPaths) -> None:
+    assert load(None, laptop) == Inventory()
+    laptop.inventory_folder.mkdir(parents=True)
+    laptop.inventory.write_text("hosts: {one: {}}")
+    (laptop.inventory_folder / "lab.yaml").write_text(
+        "hosts: {two: {}}\ncontainers: {c: {host: one, ct: 7}}"
+    )
+    known = load(None, laptop)
+    assert list(known.hosts) == ["one", "two"]
+    assert known.containers["c"].host == "one"
+
+
+@pytest.mark.parametrize(
+    "text,said",
+    [
+        ("containers:\n  a: {host: h, ct: 1, wrkdir: /x}", "did you mean 'workdir'?"),
+        ("hosts:\n  h: {adress: x}", "did you mean 'address'?"),
+        ("host: {}", "did you mean 'hosts'?"),
+        ("defaults: {pyton: x}", "did you mean 'python'?"),
+        ("hosts: {h: {port: 99999}}", "hosts h port"),
+        ("hosts: {h: {address: -oProxyCommand=x}}", "not a host name"),
+        ("containers: {a: {host: h, ct: 1}}", "not under hosts"),
+        ("hosts: {pve1: {}}\ncontainers: {a: {host: pve, ct: 1}}", "did you mean 'pve1'?"),
+        ("hosts: {h: {}}\ncontainers: {a: {host: h, ct: 1, workdir: rel}}", "absolute path"),
+        ("hosts: {h: {}}\ncontainers: {a: {host: h}}", "containers a ct: Field required"),
+        ("hosts: {'a b': {}}", "'a b' is no name for a host"),
+        ("hosts: {h: {}, h: {}}", "'h' is given twice"),
+        ("[1, 2]", "a list, not a mapping"),
+        ("hosts: {h: [", "inventory.yaml:1:"),
+        ("hosts: {h: {}}\ncontainers: {g: {host: h, ct: 1, groups: [g]}}", "container and a group"),
+    ],
+)
+def test_one_message_says_what_does_not_fit(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refusal(tmp_path, text)
+
+
+def test_the_message_names_the_file_and_the_line(tmp_path: Path) -> None:
+    text = "hosts:\n  h: {}\ncontainers:\n  a:\n    host: h\n    ct: 200\n    pyton: x\n"
+    assert f"{tmp_path}/inventory.yaml:7:" in refusal(tmp_path, text)
+
+
+def test_a_name_given_in_two_files_names_both(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("hosts: {h: {}}")
+    (tmp_path / "b.yaml").write_text("hosts:\n  h: {}")
+    with pytest.raises(InventoryError, match=r"b\.yaml:2.*a\.yaml:1"):
+        load(tmp_path, LaptopPaths({"HOME": "/nowhere"}))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", None])
+def test_an_unreadable_file_is_one_message(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "inventory.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InventoryError, match="UTF-8" if content else "does not exist"):
+        load(path, LaptopPaths({"HOME": "/nowhere"}))
+
+
+# Targets
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Inventory:
+    return read(tmp_path, GOOD)
+
+
+def names(targets: list[Target]) -> list[str]:
+    return [target.name for target in targets]
+
+
+def test_a_target_is_a_name_a_group_or_host_and_number(known: Inventory) -> None:
+    assert names(resolve(known, ["b"])) == ["b"]
+    assert names(resolve(known, ["train"])) == ["a", "b"]
+    assert names(resolve(known, ["small", "train"])) == ["b", "a"]
+    assert names(resolve(known, [], "pve1", 200)) == ["a"]
+    assert names(resolve(known, ["pve1/201"])) == ["b"]
+    assert resolve(known) == []
+    assert names(everything(known)) == ["a", "b"]
+
+
+def test_a_host_outside_the_inventory_takes_its_defaults(known: Inventory) -> None:
+    (target,) = resolve(known, [], "me@10.9.9.9:2222", 300)
+    assert target.name == "me@10.9.9.9:2222/300"
+    assert (target.host.settings.user, target.host.settings.port) == ("me", 2222)
+    assert target.host.address == "10.9.9.9"
+    assert target.settings.python == "/opt/python"
+
+
+def test_an_address_of_six_groups_needs_brackets_for_its_port(known: Inventory) -> None:
+    assert resolve_host(known, "[fe80::1]:22").address == "fe80::1"
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=id", "a b", "", "h:port"])
+def test_what_ssh_would_not_take_as_a_host_is_refused(known: Inventory, host: str) -> None:
+    with pytest.raises(UsageError):
+        resolve(known, [], host, 200)
+
+
+def test_half_a_target_is_wrong_usage(known: Inventory) -> None:
+    with pytest.raises(UsageError, match="--ct without --host"):
+        resolve(known, [], None, 200)
+    with pytest.raises(UsageError, match="--host without --ct"):
+        resolve(known, [], "pve1", None)
+
+
+def test_an_unknown_name_suggests_the_nearest(known: Inventory) -> None:
+    with pytest.raises(NotFoundError, match="did you mean 'train'"):
+        resolve(known, ["trian"])
