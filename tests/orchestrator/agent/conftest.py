@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.agent.frames import Decoder, encode
 from orchestrator.agent.loader import argv, header
-from orchestrator.agent.protocol import MAGIC, PAYLOAD_LIMIT, RESYNC
+from orchestrator.agent.protocol import MAGIC, PAYLOAD_LIMIT, RESYNC, WINDOW
 from orchestrator.agent_bundle import bundle
 
 WAIT = 30.0
@@ -46,6 +46,9 @@ class Peer:
         self.preamble = b""
         self.errors = b""
         self._next = 0
+        self._acks: dict[int, int] = {}
+        self._answered: set[int] = set()
+        self._acknowledged = threading.Condition()
         self._lock = threading.Lock()
         self._readers = [
             threading.Thread(target=self._read, daemon=True),
@@ -85,6 +88,11 @@ class Peer:
                 self.preamble, data = self.preamble.split(MAGIC, 1)
                 decoder = Decoder()
             for head, payload in decoder.feed(data):
+                with self._acknowledged:
+                    self._acks[head["id"]] = head.get("ack", self._acks.get(head["id"], 0))
+                    if not head.get("more"):
+                        self._answered.add(head["id"])
+                    self._acknowledged.notify_all()
                 self._inbox(head["id"]).put((head, payload))
         for inbox in list(self.frames.values()):
             inbox.put(({"eof": True}, b""))
@@ -113,9 +121,16 @@ class Peer:
     def stream(self, op: str, data: bytes, piece: int = PAYLOAD_LIMIT, **fields: Any) -> int:
         number = self.send(op, more=True, **fields)
         for start in range(0, len(data), piece):
+            self._await_window(number, start + piece)
             self.write(encode({"id": number, "more": True}, data[start : start + piece]))
         self.write(encode({"id": number}))
         return number
+
+    def _await_window(self, number: int, sent: int) -> None:
+        with self._acknowledged:
+            self._acknowledged.wait_for(
+                lambda: self._acks.get(number, 0) + WINDOW >= sent or number in self._answered, WAIT
+            )
 
     def cancel(self, number: int) -> None:
         self.write(encode({"id": number, "cancel": True}))

@@ -1,0 +1,204 @@
+"""The releases that are there: which are whole, which are in use, which may go."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import time
+from typing import Any, NamedTuple
+
+from orchestrator.agent.files import locked, make_private, read_record
+from orchestrator.agent.manifest import Entry, parse
+from orchestrator.agent.protocol import PAYLOAD_LIMIT, AgentError
+from orchestrator.agent.serve import Request
+from orchestrator.paths import ContainerPaths
+
+FRESH_S = 3600.0
+"""Blobs younger than this may belong to a push in flight."""
+
+
+class Examined(NamedTuple):
+    intact: bool
+    """Every entry of the manifest is there, unchanged."""
+    foreign: list[str]
+    """Paths that are not of the manifest: what a job wrote into its own code, byte code aside."""
+
+
+def names(paths: ContainerPaths) -> list[str]:
+    """Releases with a record, the newest first."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(paths.releases):
+            if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+                continue
+            record = read_record(paths.release_record(entry.name))
+            found.append(((record or {}).get("created", 0.0), entry.name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def versions(paths: ContainerPaths, name: str) -> list[str]:
+    """The release of that content and those that were made beside it after a job altered it."""
+    found: list[str] = []
+    number = 1
+    while True:
+        version = name if number == 1 else f"{name}-{number}"
+        if not os.path.isdir(paths.release(version)):
+            return found
+        found.append(version)
+        number += 1
+
+
+def examine(paths: ContainerPaths, name: str, entries: list[Entry]) -> Examined:
+    """Compare a tree with its manifest; contents are read only where size or time differ."""
+    record = read_record(paths.release_record(name))
+    if record is None:
+        return Examined(False, [])
+    root = os.fsencode(paths.release(name))
+    expected = {os.fsencode(entry.path) for entry in entries}
+    for entry in entries:
+        if not _unchanged(root + b"/" + os.fsencode(entry.path), entry, record.get("stamp", 0)):
+            return Examined(False, _foreign(root, expected))
+    return Examined(True, _foreign(root, expected))
+
+
+def _unchanged(path: bytes, entry: Entry, stamp: int) -> bool:
+    try:
+        status = os.lstat(path)
+        if entry.kind == "l":
+            return stat.S_ISLNK(status.st_mode) and os.readlink(path) == os.fsencode(entry.target)
+        if entry.kind == "d":
+            return stat.S_ISDIR(status.st_mode)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:
+            return False
+        if bool(status.st_mode & 0o100) != entry.executable:
+            return False
+        if status.st_mtime_ns == stamp:
+            return True
+        with open(path, "rb") as file:
+            hasher = hashlib.sha256()
+            while data := file.read(1 << 20):
+                hasher.update(data)
+        return hasher.hexdigest() == entry.digest
+    except OSError:
+        return False
+
+
+def _foreign(root: bytes, expected: set[bytes]) -> list[str]:
+    found: list[str] = []
+    parents = {path[:cut] for path in expected for cut in _slashes(path)}
+    waiting = [b""]
+    while waiting:
+        folder = waiting.pop()
+        for entry in os.scandir(root + b"/" + folder if folder else root):
+            path = folder + b"/" + entry.name if folder else entry.name
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if is_folder and (path in parents or path in expected):
+                waiting.append(path)
+            elif path not in expected and entry.name != b"__pycache__":
+                found.append(os.fsdecode(path))
+    return found
+
+
+def _slashes(path: bytes) -> list[int]:
+    return [index for index, byte in enumerate(path) if byte == 0x2F]
+
+
+def listing(request: Request) -> dict[str, Any]:
+    paths = request.paths
+    users = _users(request)
+    releases = []
+    for name in names(paths):
+        record = read_record(paths.release_record(name)) or {}
+        kept = {key: record.get(key) for key in ("created", "files", "bytes", "manifest", "meta")}
+        releases.append({"release": name, **kept, "runs": users.get(name, [])})
+    return {"releases": releases}
+
+
+def _users(request: Request) -> dict[str, list[str]]:
+    """Live runs by the release they run from."""
+    from orchestrator.agent.status import live_runs
+
+    users: dict[str, list[str]] = {}
+    for record in live_runs(request.paths):
+        if record.get("release"):
+            users.setdefault(record["release"], []).append(record.get("run_id", ""))
+    return users
+
+
+def manifest(request: Request) -> dict[str, Any]:
+    name = request.need("release", str)
+    data = _manifest(request.paths, name)
+    for start in range(0, len(data), PAYLOAD_LIMIT):
+        request.send({}, data[start : start + PAYLOAD_LIMIT])
+    return {"release": name, "bytes": len(data)}
+
+
+def _manifest(paths: ContainerPaths, name: str) -> bytes:
+    if "/" in name or name.startswith("."):
+        raise AgentError("request.invalid", f"not a release: {name!r}", field="release")
+    try:
+        with open(paths.release_manifest(name), "rb") as file:
+            return file.read()
+    except FileNotFoundError as error:
+        raise AgentError(
+            "release.not_found", f"there is no release {name}", release=name
+        ) from error
+
+
+def prune(request: Request) -> dict[str, Any]:
+    """Old releases and the blobs that only they had.
+
+    What holds files that were never pushed stays: a job that wrote its results beside its code
+    must find them again. Such releases are told in ``kept``.
+    """
+    from orchestrator.agent.blobs import BlobStore
+
+    paths = request.paths
+    keep = request.get("keep", int, 5)
+    make_private(paths.releases)
+    removed: list[str] = []
+    kept: list[dict[str, Any]] = []
+    with locked(paths.lock):
+        users = _users(request)
+        for name in names(paths)[max(keep, 0) :]:
+            if name in users:
+                kept.append({"release": name, "why": "in use", "runs": users[name]})
+                continue
+            foreign = _own_files(paths, name)
+            if foreign:
+                kept.append({"release": name, "why": "holds files of a job", "files": foreign[:10]})
+                continue
+            _remove(paths, name)
+            removed.append(name)
+        count, size = BlobStore(paths, set()).sweep(_needed(paths), time.time() - FRESH_S)
+    return {"removed": removed, "kept": kept, "blobs": count, "bytes": size}
+
+
+def _own_files(paths: ContainerPaths, name: str) -> list[str]:
+    try:
+        entries = parse(_manifest(paths, name))
+    except AgentError:
+        return ["(its manifest is gone)"]
+    return examine(paths, name, entries).foreign
+
+
+def _remove(paths: ContainerPaths, name: str) -> None:
+    """Out of sight by one rename, then gone: half a release is never seen."""
+    beside = f"{paths.releases}/.removed-{name}"
+    shutil.rmtree(beside, ignore_errors=True)
+    os.rename(paths.release(name), beside)
+    for path in (paths.release_record(name), paths.release_manifest(name)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _needed(paths: ContainerPaths) -> set[str]:
+    needed: set[str] = set()
+    for name in names(paths):
+        with contextlib.suppress(AgentError):
+            needed.update(entry.digest for entry in parse(_manifest(paths, name)))
+    return needed
