@@ -6,12 +6,14 @@ import typer
 
 from orchestrator.cli import output
 from orchestrator.cli.app import VerbCommand
+from orchestrator.cli.discover import discover
 from orchestrator.cli.options import InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
 from orchestrator.run import ask_all
 from orchestrator.target import everything, resolve
 
-app = typer.Typer(help="List and check what is known.", no_args_is_help=True)
+app = typer.Typer(help="List, find and check hosts and containers.", no_args_is_help=True)
+app.command("discover", cls=VerbCommand)(discover)
 
 
 @app.command("list", cls=VerbCommand)
