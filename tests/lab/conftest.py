@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.lab import Container, Lab, LabSpec
-from orchestrator.lab.requirements import reason_to_skip
+from orchestrator.lab.requirements import missing, reason_to_skip
 from orchestrator.lab.spec import DEFAULT_CONTAINERS
 
 MakeLab = Callable[..., Lab]
@@ -26,10 +26,11 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def make_lab() -> Iterator[MakeLab]:
-    """Labs with folders and ports of their own, all taken down at the end.
+    """``make_lab(containers, **LabSpec fields) -> Lab``, not yet up.
 
-    They lie below $DFLASHCTL_LAB_ROOT (default /var/tmp: on disk, and a short path) and never
-    touch the user's own lab or inventory.
+    Each has a folder and a port of its own and is taken down at the end. They lie below
+    $DFLASHCTL_LAB_ROOT (default /var/tmp: on disk, and a short path) and never touch the user's
+    own lab or inventory.
     """
     if reason := reason_to_skip():
         pytest.skip(reason)
@@ -61,3 +62,15 @@ def lab(make_lab: MakeLab) -> Lab:
     lab = make_lab()
     lab.up()
     return lab
+
+
+@pytest.fixture(scope="session", params=["lxc", "unshare"])
+def each_lab(request: pytest.FixtureRequest, make_lab: MakeLab, lab: Lab) -> Lab:
+    """The same lab with either backend: what holds of one must hold of the other."""
+    if packages := missing(request.param):
+        pytest.skip(f"the {request.param} backend needs {', '.join(packages)}")
+    if lab.state()["backend"] == request.param:
+        return lab
+    other = make_lab(backend=request.param)
+    other.up()
+    return other
