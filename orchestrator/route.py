@@ -106,9 +106,9 @@ def _find(address: str, settings: Host, name: str, depth: int) -> Route:
     gateway: Route | None = None
     for hop in jump.split(",") if jump else ():
         # The first hop may have a jump host of its own; each next one is reached through the last.
-        via = _find(
-            hop.removeprefix("ssh://").rstrip("/"), _hop_settings(settings), name, depth + 1
-        )
+        # Only as a URI does ssh -G take a hop's own port.
+        uri = f"ssh://{hop.strip().removeprefix('ssh://').rstrip('/')}"
+        via = _find(uri, _hop_settings(settings), name, depth + 1)
         gateway = via if gateway is None else _through(via, gateway)
     return route_from(answer, settings, gateway)
 

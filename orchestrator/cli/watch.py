@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from typing import Annotated
 
 import typer
 
-from orchestrator.alarm import DROP, Notice, status_line, verdict
+from orchestrator import alarm
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
 from orchestrator.cli.session import open_session
 from orchestrator.run import seconds
-from orchestrator.watch import EVERY_S, Report, Watch
+from orchestrator.watch import Watch
 from orchestrator.webhook import Webhook
 
 
@@ -22,21 +20,13 @@ def watch(
     runs: Runs = None,
     host: HostOption = None,
     ct: CtOption = None,
-    every: Annotated[
-        float, typer.Option("--every", min=0.2, metavar="SECONDS", help="Time between questions.")
-    ] = EVERY_S,
+    every: Annotated[str, typer.Option("--every", metavar="TIME", help="Between looks.")] = "10s",
     drop: Annotated[
-        int,
-        typer.Option("--drop", min=1, max=99, metavar="PERCENT", help="Lost throughput to tell."),
-    ] = round(DROP * 100),
+        float, typer.Option("--drop", min=0.01, max=1.0, help="Fall in throughput that alarms.")
+    ] = alarm.DROP,
     stall: Annotated[
         str | None,
-        typer.Option(
-            "--stall",
-            metavar="TIME",
-            help="Silence that is a stall: 90s, 10m. Default: by the run's phase and pace.",
-            show_default=False,
-        ),
+        typer.Option("--stall", metavar="TIME", help="Silence that counts as a stall."),
     ] = None,
     webhook: Annotated[
         str | None,
@@ -44,79 +34,37 @@ def watch(
             "--webhook",
             metavar="URL",
             envvar="DFLASHCTL_WEBHOOK",
-            help="POST each line there as JSON.",
-            show_default=False,
+            show_envvar=True,
+            help="POST each notice there as JSON.",
         ),
     ] = None,
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch runs until they have ended; tell each change of state and each alarm.
+    """Poll runs until their end: changes of state, lost throughput, stalls, no answer.
 
-    An alarm is throughput that fell against the run's own recent best or is below its
-    predecessor's, a stall, a restart, or no answer. No answer is never taken for a failure.
-
-    Exits 0 when all finished or were stopped, 1 if one failed, 3 if none could be reached.
+    Exits 0 if all finished or were stopped, 1 if one failed. No answer is never taken for failure.
     """
     hook = Webhook(webhook, output.notice) if webhook else None
-    try:
-        with open_session(inventory, ask=False) as session:
-            watched = Watch(
-                session.fleet,
-                session.runs(runs, host, ct),
-                every_s=every,
-                drop=drop / 100,
-                stall_s=seconds(stall) if stall else None,
-            )
-            screen = _Screen(watched.reports, as_json)
+    with open_session(inventory) as session:
+        watched = Watch(
+            session.fleet,
+            session.runs(runs, host, ct),
+            drop=drop,
+            every_s=max(seconds(every), 0.2),
+            stall_s=seconds(stall) if stall else None,
+        )
+        try:
             for report in watched.run():
                 for notice in report.notices:
-                    screen.tell(report, notice)
+                    body = report.as_dict(notice)
+                    if as_json:
+                        output.emit(body)
+                    else:
+                        output.say(f"{time.strftime('%H:%M:%S')} {body['text']}")
                     if hook:
-                        hook.send(report.as_dict(notice))
-                screen.refresh()
-            screen.close()
-            raise typer.Exit(verdict([report.watched for report in watched.reports]))
-    finally:
-        if hook:
-            hook.close()
-
-
-class _Screen:
-    """A line for each notice and, on a terminal, one below them that says how things stand."""
-
-    def __init__(self, reports: list[Report], as_json: bool) -> None:
-        self._reports = reports
-        self._as_json = as_json
-        self._live = sys.stdout.isatty() and not as_json
-
-    def tell(self, report: Report, notice: Notice) -> None:
-        if self._as_json:
-            output.emit(report.as_dict(notice))
-            return
-        self._clear()
-        name = report.ref.run_id or report.ref.target.name
-        text = output.paint(notice.text, "33;1") if notice.is_alarm else notice.text
-        output.say(f"{time.strftime('%H:%M:%S')} {name}: {text}")
-
-    def refresh(self) -> None:
-        if self._live:
-            width = _columns()
-            print(f"\r\x1b[K{self._standing()[: width - 1]}", end="", flush=True)
-
-    def close(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        if self._live:
-            print("\r\x1b[K", end="", flush=True)
-
-    def _standing(self) -> str:
-        if len(self._reports) == 1:
-            return status_line(self._reports[0].watched)
-        states = [report.watched.state for report in self._reports]
-        return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-
-
-def _columns() -> int:
-    return shutil.get_terminal_size().columns
+                        hook.send(body)
+        finally:
+            if hook:
+                hook.close()
+    raise typer.Exit(alarm.verdict([report.watched for report in watched.reports]))

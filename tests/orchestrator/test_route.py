@@ -68,7 +68,7 @@ def test_jump_hosts_in_a_circle_are_told(tmp_path: Path) -> None:
 
 def test_a_config_that_does_not_parse_is_one_message(tmp_path: Path) -> None:
     path = config(tmp_path, "Host pve1\n  Prot 22\n")
-    with pytest.raises(UsageError, match="does not fit.*(?i:prot|bad configuration)"):
+    with pytest.raises(UsageError, match=r"does not fit.*(?i:prot|bad configuration)"):
         find_route(host(ssh_config=path))
 
 
