@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 
-from orchestrator.agent.files import write_all
+from orchestrator.agent.files import write_all, write_bytes
 from orchestrator.paths import RunPaths
 
 BACKLOG = 8 << 20
@@ -136,8 +136,7 @@ class RunLog:
         except OSError:
             self._limit = self._size + max(self._limit // 8, 1)
             return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._paths.rotated_log(self._files))
+        self._remove_oldest()
         for number in range(self._files - 1, 0, -1):
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self._paths.rotated_log(number), self._paths.rotated_log(number + 1))
@@ -146,6 +145,16 @@ class RunLog:
         os.rename(fresh, self._paths.log)
         os.close(old)
         self._index_at = 0.0
+
+    def _remove_oldest(self) -> None:
+        """With its marks: the inode's number is soon another file's."""
+        oldest = self._paths.rotated_log(self._files)
+        with contextlib.suppress(FileNotFoundError):
+            inode = b"%d" % os.stat(oldest).st_ino
+            os.unlink(oldest)
+            with open(self._paths.log_index, "rb") as index:
+                marks = [line for line in index if line.split()[1:2] != [inode]]
+            write_bytes(self._paths.log_index, b"".join(marks), durable=False)
 
     def _keep(self, data: bytes | memoryview) -> None:
         self._backlog += data

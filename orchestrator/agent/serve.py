@@ -41,7 +41,7 @@ class Request:
         self.result: dict[str, Any] | None = None
         self.failure: AgentError | None = None
         self._cancel = threading.Event()
-        self._on_cancel: list[Callable[[], None]] = []
+        self._event = -1
         self._arrival = threading.Condition()
         self._pieces: deque[bytes] = deque([payload] if payload else [])
         self._waiting = len(payload)
@@ -132,28 +132,32 @@ class Request:
         if self._cancel.wait(seconds):
             raise Cancelled
 
-    def on_cancel(self, action: Callable[[], None]) -> None:
-        """Called once, from another thread, when the request is cancelled."""
+    def cancel_event(self) -> int:
+        """A descriptor that is readable once the request is cancelled; closed when it ends."""
         with self._arrival:
-            self._on_cancel.append(action)
-        if self._cancel.is_set():
-            action()
+            if self._event < 0:
+                self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            if self._cancel.is_set():
+                os.eventfd_write(self._event, 1)
+            return self._event
 
     def cancel(self) -> None:
         with self._arrival:
             if self._cancel.is_set():
                 return
             self._cancel.set()
-            actions = list(self._on_cancel)
+            if self._event >= 0:
+                os.eventfd_write(self._event, 1)
             self._arrival.notify_all()
-        for action in actions:
-            action()
 
     def finish(self, result: dict[str, Any] | None, failure: AgentError | None) -> None:
         self.result, self.failure = result, failure
         self.ended.set()
         with self._arrival:
             self._pieces.clear()
+            if self._event >= 0:
+                os.close(self._event)
+                self._event = -1
 
 
 class Server:

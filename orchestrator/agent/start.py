@@ -120,7 +120,7 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     cwd = code or request.paths.workdir
     if request.get("cwd", str):
         cwd = posixpath.join(cwd, request.get("cwd", str))
-    given = _variables(request.get("env", dict, {}))
+    given = variables(request.get("env", dict, {}))
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(_NOT_INHERITED)
     }
@@ -130,7 +130,7 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     environment |= {"DFLASH_RUN_ID": paths.run_id, "DFLASH_RUN_DIR": paths.root}
     if code is not None:
         environment["DFLASH_RELEASE_DIR"] = code
-    secrets = _variables(request.get("secrets", dict, {}))
+    secrets = variables(request.get("secrets", dict, {}))
     record = {
         **request.get("meta", dict, {}),
         "run_id": paths.run_id,
@@ -173,7 +173,7 @@ def _release(request: Request) -> str | None:
     return str(commit.result["release"])
 
 
-def _variables(given: dict[str, Any]) -> dict[str, str]:
+def variables(given: dict[str, Any]) -> dict[str, str]:
     for key, value in given.items():
         bad = not key or "=" in key or "\0" in key or not isinstance(value, str) or "\0" in value
         if bad:

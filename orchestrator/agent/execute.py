@@ -1,0 +1,123 @@
+"""``exec``: one command, both outputs as they come, its true end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+from orchestrator.agent.protocol import AgentError
+from orchestrator.agent.serve import Cancelled, Request
+from orchestrator.agent.start import variables
+
+PIECE = 256 << 10
+TERM_GRACE_S = 2.0
+LINGER_S = 1.0
+"""How long output is waited for after the command's end: a background child may hold the pipe."""
+
+
+def execute(request: Request) -> dict[str, Any]:
+    command = request.need("command", list)
+    if not command or not all(isinstance(word, str) and "\0" not in word for word in command):
+        raise AgentError("request.invalid", "the command is empty or no list of words")
+    timeout = request.get("timeout_s", (int, float))
+    with_input = request.get("stdin", bool, False) or bool(request.fields.get("more"))
+    try:
+        child = subprocess.Popen(
+            command,
+            cwd=request.get("cwd", str),
+            env={**os.environ, **variables(request.get("env", dict, {}))},
+            stdin=subprocess.PIPE if with_input else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as error:
+        raise AgentError(
+            "file.not_found" if isinstance(error, FileNotFoundError) else "os",
+            f"cannot start {command[0]!r}: {error.strerror}",
+            errno=error.errno,
+            path=error.filename,
+        ) from error
+    try:
+        if with_input:
+            threading.Thread(target=_feed, args=(request, child), daemon=True).start()
+        timed_out = _copy(request, child, timeout)
+    except Cancelled:
+        _end(child)
+        raise
+    finally:
+        for stream in (child.stdout, child.stderr):
+            if stream is not None:
+                stream.close()
+    code = child.wait()
+    return {
+        "exit_code": code if code >= 0 else None,
+        "signal": -code if code < 0 else None,
+        "timed_out": timed_out,
+    }
+
+
+def _copy(request: Request, child: subprocess.Popen[bytes], timeout: float | None) -> bool:
+    """Until the command has ended and its pipes are empty; True if it was too slow for that."""
+    assert child.stdout is not None and child.stderr is not None
+    names = {child.stdout.fileno(): "stdout", child.stderr.fileno(): "stderr"}
+    ended = os.pidfd_open(child.pid)
+    wake = request.cancel_event()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    linger: float | None = None
+    try:
+        while names:
+            limits = [limit for limit in (deadline, linger) if limit is not None]
+            patience = max(0.0, min(limits) - time.monotonic()) if limits else None
+            waiting = [*names, wake, *([] if linger else [ended])]
+            ready, _, _ = select.select(waiting, [], [], patience)
+            request.check()
+            if ended in ready:
+                linger = time.monotonic() + LINGER_S
+            for descriptor in [one for one in ready if one in names]:
+                data = os.read(descriptor, PIECE)
+                if data:
+                    request.send({"stream": names[descriptor]}, data)
+                else:
+                    del names[descriptor]
+            if deadline is not None and linger is None and time.monotonic() >= deadline:
+                _end(child)
+                return True
+            if not ready and linger is not None and time.monotonic() >= linger:
+                break
+    finally:
+        os.close(ended)
+    while child.poll() is None:
+        if deadline is not None and time.monotonic() >= deadline:
+            _end(child)
+            return True
+        request.sleep(0.002)
+    return False
+
+
+def _feed(request: Request, child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError, Cancelled), child.stdin as stream:
+        for piece in request.input():
+            stream.write(piece)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """The whole group: TERM, two seconds, KILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        try:
+            child.wait(TERM_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+        break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)

@@ -1,0 +1,258 @@
+"""One file, read from an exact place onwards, through rotations by rename.
+
+A cursor is (file, device, inode, offset, head): ``head`` is a checksum of the file's first
+bytes, because a removed file's inode is soon used again, often for the very next log.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator.agent.protocol import TAIL_PIECE
+
+HEAD_BYTES = 256
+PIECES = 64
+"""At a time: other files have their turn then."""
+ROTATED = 1000
+"""More rotated files than this are not looked for."""
+_ENDS = (b"\n", b"\r")
+
+
+class Piece:
+    """Bytes to send and the cursor after them; or a notice."""
+
+    def __init__(self, data: bytes = b"", notice: str = "") -> None:
+        self.data = data
+        self.notice = notice
+
+
+class Followed:
+    """``read`` gives what is there; at the end of a rotated file it goes on in the next."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = -1
+        self._inode = (0, 0)
+        self._offset = 0
+        self._head = b""
+        self._rest = bytearray()
+        """Read but not yet sent: the beginning of a line."""
+        self._told_waiting = False
+
+    # Where to start
+
+    def at_cursor(self, cursor: dict[str, Any]) -> str:
+        """Go on from a cursor; a notice (``gap``) if what it points at is gone."""
+        for name in self._chain():
+            if self._open(name) and self._matches(cursor):
+                self._seek(int(cursor["offset"]))
+                return ""
+        self.at_oldest()
+        return "gap"
+
+    def at_oldest(self) -> None:
+        for name in self._chain():
+            if self._open(name):
+                return
+
+    def at_last_lines(self, count: int) -> None:
+        """Before the last ``count`` lines, in older files too if the newest has fewer."""
+        for name in reversed(self._chain()):
+            if not self._open(name):
+                continue
+            found, start = _last_lines(self._file, count)
+            self._seek(start)
+            count -= found
+            if count <= 0:
+                return
+
+    def at_time(self, since: float, index: str) -> None:
+        """After the last mark of the index that is not later than ``since``."""
+        if self._open(self.path) and os.fstat(self._file).st_mtime < since:
+            self._seek(self._size())
+            return
+        best: tuple[int, int] | None = None
+        try:
+            with open(index, "rb") as file:
+                for line in file:
+                    fields = line.split()
+                    if len(fields) == 3 and float(fields[0]) <= since:
+                        best = (int(fields[1]), int(fields[2]))
+        except (OSError, ValueError):
+            pass
+        if best is not None:
+            for name in reversed(self._chain()):
+                if self._open(name) and self._inode[1] == best[0] and self._size() >= best[1]:
+                    self._seek(best[1])
+                    return
+        self.at_oldest()
+
+    # Reading
+
+    def read(self) -> Iterator[Piece]:
+        """Whole lines until nothing more is there (or much was); notices in between."""
+        for _ in range(PIECES):
+            if self._file < 0 and not self._open(self.path):
+                if not self._told_waiting:
+                    self._told_waiting = True
+                    yield Piece(notice="waiting")
+                return
+            data = os.pread(self._file, TAIL_PIECE, self._offset + len(self._rest))
+            if data:
+                self._rest += data
+                if piece := self._whole_lines():
+                    yield piece
+                continue
+            if self._size() < self._offset:
+                self._rest.clear()
+                self._seek(0)
+                yield Piece(notice="truncated")
+                continue
+            following = self._successor()
+            if following is None:
+                return
+            # The writer may have added its last lines between our look and its rename.
+            data = os.pread(self._file, TAIL_PIECE, self._offset + len(self._rest))
+            if data:
+                os.close(following)
+                self._rest += data
+                continue
+            if self._rest:
+                yield self.flush()
+            self._adopt(following)
+            yield Piece(notice="rotated")
+
+    def flush(self) -> Piece:
+        """An unfinished last line, when no more of it can come."""
+        return self._take(len(self._rest))
+
+    @property
+    def cursor(self) -> dict[str, Any] | None:
+        """After what was given out last; null before the file was ever there."""
+        if self._file < 0:
+            return None
+        if len(self._head) < HEAD_BYTES:
+            self._head = os.pread(self._file, min(HEAD_BYTES, self._offset), 0)
+        return {
+            "file": self.path,
+            "dev": self._inode[0],
+            "inode": self._inode[1],
+            "offset": self._offset,
+            "head": [len(self._head), zlib.crc32(self._head)],
+        }
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    # Inside
+
+    def _whole_lines(self) -> Piece | None:
+        end = max(self._rest.rfind(end) for end in _ENDS) + 1
+        if end == 0 and len(self._rest) >= TAIL_PIECE:
+            # A line longer than a piece is cut: holding it back would hold all of it in memory.
+            end = len(self._rest)
+        return self._take(end) if end else None
+
+    def _take(self, count: int) -> Piece:
+        data = bytes(self._rest[:count])
+        del self._rest[:count]
+        self._offset += count
+        return Piece(data)
+
+    def _chain(self) -> list[str]:
+        """The oldest rotated file first, the file itself last."""
+        names = []
+        for number in range(1, ROTATED):
+            if not os.path.exists(f"{self.path}.{number}"):
+                break
+            names.append(f"{self.path}.{number}")
+        return [*reversed(names), self.path]
+
+    def _open(self, name: str) -> bool:
+        try:
+            file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        self._adopt(file)
+        return True
+
+    def _adopt(self, file: int) -> None:
+        self.close()
+        self._file = file
+        status = os.fstat(file)
+        self._inode = (status.st_dev, status.st_ino)
+        self._rest.clear()
+        self._seek(0)
+
+    def _seek(self, offset: int) -> None:
+        self._offset = offset
+        self._head = b""
+
+    def _size(self) -> int:
+        return os.fstat(self._file).st_size
+
+    def _matches(self, cursor: dict[str, Any]) -> bool:
+        if self._inode[1] != cursor.get("inode") or self._size() < int(cursor["offset"]):
+            return False
+        # Device numbers change with a remount or a reboot; the head decides then.
+        length, checksum = cursor.get("head") or (0, 0)
+        return zlib.crc32(os.pread(self._file, int(length), 0)) == checksum
+
+    def _successor(self) -> int | None:
+        """The file that was begun when ours was renamed; None while ours is the current one."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        if (status.st_dev, status.st_ino) == self._inode:
+            return None
+        name = self._name_of_ours()
+        following = self.path
+        if name is not None:
+            number = int(name.rpartition(".")[2])
+            following = self.path if number == 1 else f"{self.path}.{number - 1}"
+        try:
+            file = os.open(following, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        # A rotation in between shifted the names: then that was not our successor. Look again.
+        if self._name_of_ours() != name or os.fstat(file).st_ino == self._inode[1]:
+            os.close(file)
+            return None
+        return file
+
+    def _name_of_ours(self) -> str | None:
+        for name in self._chain()[:-1]:
+            try:
+                status = os.stat(name)
+            except FileNotFoundError:
+                return None
+            if (status.st_dev, status.st_ino) == self._inode:
+                return name
+        return None
+
+
+def _last_lines(file: int, count: int) -> tuple[int, int]:
+    """How many of the last ``count`` lines the file has, and where they begin."""
+    end = os.fstat(file).st_size
+    if count <= 0 or end == 0:
+        return 0, end
+    found = 0
+    start = end
+    # The end of the last line does not begin another.
+    limit = end - 1 if os.pread(file, 1, end - 1) == b"\n" else end
+    while start > 0:
+        begin = max(0, start - (64 << 10))
+        data = os.pread(file, start - begin, begin)
+        position = min(len(data), limit - begin)
+        while (position := data.rfind(b"\n", 0, position)) >= 0:
+            found += 1
+            if found == count:
+                return found, begin + position + 1
+        start = begin
+    return found + 1, 0
