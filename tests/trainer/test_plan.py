@@ -1,0 +1,216 @@
+"""The plan: which split, why, what it needs, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from transformers import Qwen3Config
+
+from trainer.config import PipelineConfig
+from trainer.drafter.config import DrafterConfig
+from trainer.pipeline.costs import (
+    TargetShape,
+    Work,
+    drafter_flop,
+    drafter_parameters,
+    target_flop,
+)
+from trainer.pipeline.plan import Costs, Device, PlanError, make_plan, recommend
+
+pytestmark = pytest.mark.torch
+
+EIGHT = [Device(f"cuda:{i}", "NVIDIA H200", int(141e9)) for i in range(8)]
+
+QWEN3_8B = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+DENSE_27B = {
+    "vocab_size": 248_320,
+    "hidden_size": 5120,
+    "intermediate_size": 17_408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+def work(shape: dict[str, int], microbatches: int = 15, rows: int = 1) -> Work:
+    target = Qwen3Config(**shape)
+    return Work(
+        target=TargetShape.of(target),
+        drafter=DrafterConfig.for_target(target, mask_token_id=1),
+        rows=rows,
+        length=3072,
+        anchors=512,
+        microbatches=microbatches,
+    )
+
+
+def pipeline(**options: Any) -> PipelineConfig:
+    return PipelineConfig.model_validate({"executor": "threads", **options})
+
+
+# -- costs against published counts ---------------------------------------------------------------
+
+
+def test_an_8b_drafter_costs_what_was_counted_by_hand() -> None:
+    forward, training = drafter_flop(work(QWEN3_8B))
+    assert forward / 1e12 == pytest.approx(28.0, rel=0.03)
+    assert training / 1e12 == pytest.approx(73.7, rel=0.03)
+    assert drafter_parameters(work(QWEN3_8B).drafter) == pytest.approx(1048.6e6, rel=1e-4)
+
+
+def test_an_8b_target_stopped_after_its_last_tap_costs_less_than_the_whole() -> None:
+    # 49 TFLOP for all 36 layers; the last tap is layer 33.
+    assert 40 < target_flop(work(QWEN3_8B)) / 1e12 < 49
+
+
+def test_a_feature_row_of_an_8b_target_is_40960_bytes_a_token() -> None:
+    assert work(QWEN3_8B).feature_slot_bytes == 3072 * 40_960
+
+
+def test_a_mixture_computes_with_few_experts_and_stores_all() -> None:
+    text = Qwen3Config(**QWEN3_8B)
+    text.num_experts, text.num_experts_per_tok, text.moe_intermediate_size = 64, 4, 768
+    shape = TargetShape.of(text)
+    assert (shape.mlp_width, shape.mlp_stored) == (4 * 768, 64 * 768)
+
+
+# -- the split ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets", "drafters"), [(QWEN3_8B, 3, 5), (DENSE_27B, 5, 3)], ids=["8B", "27B"]
+)
+def test_auto_splits_eight_devices_by_cost_and_says_why(
+    shape: dict[str, int], targets: int, drafters: int
+) -> None:
+    plan = make_plan(pipeline(), work(shape), EIGHT)
+    assert (len(plan.targets), len(plan.drafters)) == (targets, drafters)
+    assert plan.targets[0] == "cuda:0" and plan.drafters[-1] == "cuda:7"
+    assert plan.reason.startswith(f"{targets} + {drafters}: a microbatch costs a target")
+    assert "counted" in plan.reason and "would take" in plan.reason
+
+
+def test_measured_times_override_counted_ones() -> None:
+    plan = make_plan(pipeline(), work(QWEN3_8B, 12), EIGHT, Costs(0.3, 0.1, measured=True))
+    assert (len(plan.targets), len(plan.drafters)) == (6, 2)
+    assert "measured" in plan.reason
+
+
+def test_auto_keeps_to_splits_that_the_microbatches_allow_and_advises() -> None:
+    plan = make_plan(pipeline(), work(QWEN3_8B, microbatches=4), EIGHT)
+    assert (len(plan.targets), len(plan.drafters)) == (4, 4)
+    assert "3 + 5 would be" in plan.advice[0]
+    assert "optimization.microbatches to be a multiple of 5" in plan.advice[0]
+
+
+def test_one_side_given_leaves_the_rest_to_the_other() -> None:
+    plan = make_plan(pipeline(targets=2), work(QWEN3_8B, 6), EIGHT)
+    assert (len(plan.targets), len(plan.drafters)) == (2, 6)
+
+
+def test_everything_given_is_taken_as_it_is() -> None:
+    plan = make_plan(pipeline(targets=1, drafters=2), work(QWEN3_8B, 2), EIGHT)
+    assert plan.targets == ("cuda:0",) and plan.drafters == ("cuda:1", "cuda:2")
+    assert plan.reason == "as configured"
+
+
+def test_workers_may_share_a_device() -> None:
+    plan = make_plan(pipeline(devices=["cuda:0", "cuda:0"]), work(QWEN3_8B), EIGHT)
+    assert plan.targets == plan.drafters == ("cuda:0",)
+    on_cpu = make_plan(pipeline(targets=2, drafters=3), work(QWEN3_8B), [Device("cpu", "cpu")])
+    assert on_cpu.targets == ("cpu",) * 2 and on_cpu.drafters == ("cpu",) * 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "costs", "split"),
+    [
+        (1, Costs(1, 1), (1, 1)),
+        (2, Costs(1, 9), (1, 1)),
+        (8, Costs(1, 1), (4, 4)),
+        (8, Costs(166, 110), (5, 3)),
+        (8, Costs(49, 74), (3, 5)),
+        (3, Costs(1, 1), (1, 2)),
+    ],
+)
+def test_the_recommended_split_has_the_shortest_period(
+    devices: int, costs: Costs, split: tuple[int, int]
+) -> None:
+    assert recommend(costs, devices) == split
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_each_device_its_part_memory_and_cost() -> None:
+    text = make_plan(pipeline(), work(QWEN3_8B), EIGHT).table()
+    lines = text.splitlines()
+    assert lines[1].startswith("cuda:0     target 0")
+    assert lines[8].startswith("cuda:7     drafter 4")
+    assert "of 141.0 GB" in lines[1] and lines[1].endswith("ms")
+    assert "15 microbatches a step, 3 a drafter" in text
+    assert "1 x 3072 x 20480 (125.8 MB each)" in text
+    assert "context tok/s at most (counted costs)" in text
+
+
+def test_a_plan_is_plain_data() -> None:
+    data = make_plan(pipeline(), work(QWEN3_8B), EIGHT).as_data()
+    assert data["targets"] == ("cuda:0", "cuda:1", "cuda:2")
+    assert data["tokens_per_s"] > 0
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def refusal(options: dict[str, Any], microbatches: int = 15, **kwargs: Any) -> PlanError:
+    devices = kwargs.pop("devices", EIGHT)
+    with pytest.raises(PlanError) as caught:
+        make_plan(pipeline(**options), work(QWEN3_8B, microbatches, **kwargs), devices)
+    return caught.value
+
+
+def test_more_workers_than_devices() -> None:
+    error = refusal({"targets": 6, "drafters": 3})
+    assert "6 targets and 3 drafters need 9 devices; there are 8" in error.what
+
+
+def test_microbatches_that_do_not_divide() -> None:
+    error = refusal({"targets": 3, "drafters": 5}, microbatches=8)
+    assert "optimization.microbatches is 8, not a multiple of 5 drafters" in error.what
+    assert "set it to 10" in error.next_step
+
+
+def test_a_device_that_is_not_there() -> None:
+    error = refusal({"devices": ["cuda:0", "cuda:9"]})
+    assert "pipeline.devices names cuda:9" in error.what
+
+
+def test_no_room_for_the_other_part() -> None:
+    assert "leave no room" in refusal({"targets": 8}).what
+
+
+def test_too_little_memory() -> None:
+    small = [Device(f"cuda:{i}", "NVIDIA A100", int(16e9)) for i in range(2)]
+    error = refusal({"targets": 1, "drafters": 1}, devices=small, rows=2)
+    assert "cuda:0 would need about" in error.what and "has 16.0 GB" in error.what
+
+
+def test_inline_is_one_and_one() -> None:
+    with pytest.raises(PlanError, match="inline runs one target and one drafter"):
+        make_plan(
+            PipelineConfig(executor="inline", targets=2, drafters=1),
+            work(QWEN3_8B),
+            [Device("cpu", "cpu")],
+        )

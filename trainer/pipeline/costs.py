@@ -1,0 +1,153 @@
+"""What one microbatch costs each stage, and what each device must hold: arithmetic, no device.
+
+Counted per row of S context tokens with N blocks of B slots (Q = N·B slots): two operations a
+multiply-add, attention over what is visible. A Qwen3-8B drafter at S = 3072, N = 512, B = 16 comes
+to 28 TFLOP forward and 74 in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.drafter.config import DrafterConfig, text_config
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The language part of a target, as far as its cost goes."""
+
+    hidden_size: int
+    num_layers: int
+    attention_width: int
+    """heads · head_dim"""
+    kv_width: int
+    """key-value heads · head_dim"""
+    mlp_width: int
+    """Intermediate columns that one token meets: for a mixture, of its chosen experts."""
+    mlp_stored: int
+    """Intermediate columns that memory holds: for a mixture, of all experts."""
+    vocab_size: int
+
+    @classmethod
+    def of(cls, hf_config: Any) -> TargetShape:
+        text = text_config(hf_config)
+        heads = text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        width = stored = dense
+        if experts:
+            each = getattr(text, "moe_intermediate_size", None) or dense
+            shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+            width = each * (getattr(text, "num_experts_per_tok", None) or 1) + shared
+            stored = each * experts + shared
+        return cls(
+            hidden_size=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            attention_width=heads * head_dim,
+            kv_width=kv_heads * head_dim,
+            mlp_width=width,
+            mlp_stored=stored,
+            vocab_size=text.vocab_size,
+        )
+
+    def attention_weights(self) -> int:
+        return 2 * self.hidden_size * (self.attention_width + self.kv_width)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything that decides costs: the two models and the microbatch."""
+
+    target: TargetShape
+    drafter: DrafterConfig
+    rows: int
+    length: int
+    anchors: int
+    microbatches: int
+    target_bytes: int = 2
+    """Of a value in the target's type, features included."""
+    drafter_bytes: int = 2
+
+    @property
+    def layers_run(self) -> int:
+        """Target layers up to the last tap."""
+        return max(self.drafter.target_layer_ids) + 1
+
+    @property
+    def slots(self) -> int:
+        return self.anchors * self.drafter.block_size
+
+    @property
+    def feature_slot_bytes(self) -> int:
+        return self.rows * self.length * self.drafter.feature_size * self.target_bytes
+
+    @property
+    def context_tokens(self) -> int:
+        """Of a microbatch, without padding."""
+        return self.rows * self.length
+
+
+def target_flop(work: Work) -> float:
+    """One microbatch through the target, up to the last tap, without its head."""
+    shape = work.target
+    products = shape.attention_weights() + 3 * shape.hidden_size * shape.mlp_width
+    attention = 2 * work.length * shape.attention_width  # causal: half of S keys, two products
+    return float(work.rows * work.length * work.layers_run * (2 * products + attention))
+
+
+def drafter_flop(work: Work) -> tuple[float, float]:
+    """(forward, forward and backward) of one microbatch through one drafter."""
+    c, slots, length = work.drafter, work.slots, work.length
+    attention_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    # Mean context before an anchor is S/2; a block sees its own B slots as well.
+    seen = length / 2 + c.block_size
+    layers = c.num_layers * (
+        2 * 3 * c.hidden_size * c.intermediate_size * slots
+        + 2 * 2 * c.hidden_size * attention_width * slots
+        + 2 * 2 * c.hidden_size * kv_width * (slots + length)
+    )
+    attention = c.num_layers * 4 * slots * seen * attention_width
+    fc = 2 * c.feature_size * c.hidden_size * length
+    # Slot 0 of a block is never asked for.
+    head = 2 * c.hidden_size * c.vocab_size * slots * (c.block_size - 1) / c.block_size
+    forward = layers + attention + fc + head
+    # Frozen: the features' own gradient and the head's weight gradient are not made. The attention
+    # kernel reckons its scores again in the backward pass: 2.5 times its forward.
+    training = 3 * layers + 3.5 * attention + 2 * fc + 2 * head
+    return work.rows * forward, work.rows * training
+
+
+def drafter_parameters(c: DrafterConfig) -> int:
+    attention_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer = 2 * c.hidden_size * (attention_width + kv_width)
+    layer += 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size + 2 * c.head_dim
+    return c.feature_size * c.hidden_size + 2 * c.hidden_size + c.num_layers * layer
+
+
+def target_memory(work: Work, *, staging: bool) -> int:
+    """Bytes of one target worker: weights up to the last tap, the activations of one layer, taps,
+    and two staging buffers where features travel."""
+    shape = work.target
+    layer = shape.attention_weights() + 3 * shape.hidden_size * shape.mlp_stored
+    weights = work.layers_run * layer + shape.vocab_size * shape.hidden_size
+    tokens = work.rows * work.length
+    activations = tokens * (6 * shape.hidden_size + 3 * shape.mlp_width)
+    buffers = (1 + (2 if staging else 0)) * work.feature_slot_bytes
+    return (weights + activations) * work.target_bytes + buffers
+
+
+def drafter_memory(work: Work, queue_depth: int) -> int:
+    """Bytes of one drafter worker: weights, gradients, fp32 masters and moments, the frozen
+    matrices, kept activations, and the feature slots."""
+    c, width = work.drafter, work.drafter_bytes
+    states = drafter_parameters(c) * (2 * width + (4 if width < 4 else 0) + 8)
+    frozen = 2 * c.vocab_size * c.hidden_size * width
+    attention_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    kept = 5 * c.hidden_size + 3 * attention_width + 3 * c.intermediate_size
+    per_slot = c.num_layers * (kept + 4 * kv_width) + 4 * c.hidden_size
+    per_token = c.num_layers * 4 * kv_width + 2 * c.hidden_size
+    activations = work.rows * (work.slots * per_slot + work.length * per_token) * width
+    return states + frozen + activations + queue_depth * work.feature_slot_bytes

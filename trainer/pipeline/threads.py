@@ -1,0 +1,210 @@
+"""One process, a thread a device: N targets feed M drafters through preallocated slots.
+
+    targets ── microbatches in order, as far ahead as the slots allow ──► rings, one a drafter
+    drafters ─ their share of a step's microbatches ─► sum of gradients ─► one update each
+
+Microbatch number n (counted over the whole run) goes to drafter n mod M; any target that is free
+takes the next number. So every drafter gets the same count a step, and the data of a step do not
+depend on timing. Losses equal ``inline``'s up to the rounding of sums.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from trainer.errors import ConfigError
+from trainer.pipeline.board import Board, Halted, Watchdog
+from trainer.pipeline.gauge import Gauge
+from trainer.pipeline.plan import Plan
+from trainer.pipeline.reduce import GradientSum
+from trainer.pipeline.ring import Ring
+from trainer.pipeline.stages import Job, StepResult
+from trainer.pipeline.workers import DrafterWorker, TargetWorker, Worker
+
+
+class ThreadsExecutor:
+    def __init__(self, job: Job, plan: Plan) -> None:
+        if job.batches.slots % len(plan.drafters):
+            raise ConfigError(
+                f"{job.batches.slots} microbatches a step cannot be shared by"
+                f" {len(plan.drafters)} drafters",
+                next_step="set optimization.microbatches to a multiple of the drafters",
+            )
+        self.job = job
+        self.plan = plan
+        self.board = Board(job.event)
+        devices = [torch.device(d) for d in (*plan.targets, *plan.drafters)]
+        everywhere = list(dict.fromkeys(devices))
+
+        def worker(kind: type[Any], name: str, device: torch.device) -> Any:
+            return kind(name, device, everywhere, self.board, job.compile_lock)
+
+        count = len(plan.targets)
+        self.targets: list[TargetWorker] = [
+            worker(TargetWorker, f"target {i}", d) for i, d in enumerate(devices[:count])
+        ]
+        self.drafters: list[DrafterWorker] = [
+            worker(DrafterWorker, f"drafter {i}", d) for i, d in enumerate(devices[count:])
+        ]
+        self._share = job.batches.slots // len(self.drafters)
+        self._sum = GradientSum(self.board, len(self.drafters))
+        self._deal = threading.Lock()
+        self._dealt = 0
+        self._first: int | None = None
+        self._next = 0
+        self._gauge: Gauge
+
+    # -- Executor ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for worker in self._workers():
+            worker.start()
+        Watchdog(self.board, self.plan.stall_limit_s).start()
+        with self._first_cause():
+            self._build()
+            self._warm_up()
+        self._gauge = Gauge(
+            [t.meter for t in self.targets],
+            [d.meter for d in self.drafters],
+            [t.transfer for t in self.targets],
+        )
+        if self.job.compile_lock is not None:
+            self.job.compile_lock.end_warm_up()
+
+    def step(self, index: int) -> StepResult:
+        """Steps come one after the other; the first may be any (a resumed run)."""
+        if self._first is None:
+            self._first = self._next = index
+            for target in self.targets:
+                target.post(target.produce, self._next_task)
+        if index != self._next:
+            raise ValueError(f"step {index} was asked for, {self._next} is next")
+        self._next += 1
+        check = (index + 1) % self.plan.check_equal_every == 0
+        first = (index - self._first) * self._share
+        with self._first_cause():
+            replies = [
+                drafter.post(drafter.step, index, first, self._share, i, self._sum, check)
+                for i, drafter in enumerate(self.drafters)
+            ]
+            results = [reply.get() for reply in replies]
+        sums, norm, _, done = results[0]
+        # The caller reads on its own stream what the drafter's thread computed on another.
+        done.wait(sums.device)
+        tokens = sum(count for _, _, count, _ in results)
+        return StepResult(index, sums, norm, tokens, telemetry=self._telemetry(tokens))
+
+    def state(self) -> dict[str, Any]:
+        with self._first_cause():
+            return self.drafters[0].post(self.drafters[0].stage.state).get()
+
+    def load(self, state: dict[str, Any]) -> None:
+        with self._first_cause():
+            for drafter in self.drafters:
+                drafter.post(drafter.stage.load, state).get()
+
+    def close(self) -> None:
+        self.board.close()
+        deadline = time.monotonic() + 10
+        for worker in self._workers():
+            if worker.ident is not None:
+                # A thread inside a device call ends with the process: the threads are daemons.
+                worker.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """One after the other: loading weights changes torch's default type for all threads."""
+        for target in self.targets:
+            target.post(target.build, self.job.make_target).get()
+        for drafter in self.drafters:
+            drafter.post(drafter.build, self.job.make_drafter).get()
+        rings = self._make_rings()
+        places = [d.device for d in self.drafters]
+        for target in self.targets:
+            target.post(target.prepare, self.job.batches, rings, places).get()
+
+    def _make_rings(self) -> list[Ring]:
+        rows, length, _ = self.job.batches.shape
+        stage = self.targets[0].stage
+        shape = (rows, length, stage.feature_width)
+        return [
+            d.post(d.make_ring, self.plan.queue_depth, shape, stage.dtype).get()
+            for d in self.drafters
+        ]
+
+    def _warm_up(self) -> None:
+        """Every stage once, one after the other, each in the thread that will run it: compiled
+        code, autotuning and CUDA graphs belong in part to the thread."""
+        batch = self.job.batches(0, 0)
+        features: list[torch.Tensor] = []
+        for number, worker in enumerate(self._workers(), start=1):
+            began = time.perf_counter()
+            self.board.event("compiling", name=worker.name, number=number, of=len(self._workers()))
+            worker.post(self._warm_one, worker, batch, features).get()
+            seconds = round(time.perf_counter() - began, 3)
+            self.board.event("compiled", name=worker.name, seconds=seconds)
+        checks = [
+            d.post(self._sum.check_equal, i, 0, d.stage.weights(), d.pulse)
+            for i, d in enumerate(self.drafters)
+        ]
+        for check in checks:
+            check.get()
+
+    def _warm_one(self, worker: Worker, batch: Any, features: list[torch.Tensor]) -> None:
+        worker.pulse.set("warm-up")
+        if isinstance(worker, TargetWorker):
+            # On the CPU: it outlives the worker's stream, and every drafter reads it.
+            features[:] = [worker.stage.features(batch).cpu()]
+        elif isinstance(worker, DrafterWorker):
+            worker.stage.accumulate(batch, features[0].to(worker.device))
+            worker.stage.discard()
+        if worker.device.type == "cuda":
+            torch.cuda.current_stream(worker.device).synchronize()
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def _next_task(self) -> tuple[int, int, int] | None:
+        assert self._first is not None
+        with self._deal:
+            number = self._dealt
+            self._dealt += 1
+        step, slot = divmod(number, self.job.batches.slots)
+        step += self._first
+        return None if step >= self.job.batches.steps else (step, slot, number)
+
+    def _workers(self) -> list[Worker]:
+        return [*self.targets, *self.drafters]
+
+    def _first_cause(self) -> _FirstCause:
+        return _FirstCause(self.board)
+
+    # -- telemetry --------------------------------------------------------------------------------
+
+    def _telemetry(self, tokens: int) -> dict[str, float]:
+        filled = sum(d.ring.depth_now() for d in self.drafters) / len(self.drafters)
+        found = self._gauge.read(tokens, filled)
+        if self.job.compile_lock is not None:
+            stats = self.job.compile_lock.stats()
+            found["recompiles"] = stats.recompiles
+            found["lock_waits"] = stats.waits
+            found["lock_wait_s"] = round(stats.wait_s, 4)
+        return found
+
+
+class _FirstCause:
+    """Turns ``Halted`` in the main thread into the first cause."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Halted):
+            self._board.raise_failure()

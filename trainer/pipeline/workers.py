@@ -1,0 +1,216 @@
+"""A thread a stage: it owns a device's stream, and runs what the executor posts, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.compile_lock import CompileLock
+from trainer.data.batch import Batch
+from trainer.pipeline.board import Board, Halted
+from trainer.pipeline.device import Fence, Meter, enter_device, poll
+from trainer.pipeline.reduce import GradientSum
+from trainer.pipeline.ring import Filled, Ring
+from trainer.pipeline.stages import Batches, DrafterStage, TargetStage
+
+T = TypeVar("T")
+
+
+class Reply(Generic[T]):
+    """What a worker will have answered. ``get`` raises Halted when the run is over first."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._value: list[T] = []
+
+    def put(self, value: T) -> None:
+        with self._board.changed:
+            self._value.append(value)
+            self._board.changed.notify_all()
+
+    def get(self) -> T:
+        self._board.wait(lambda: bool(self._value), None, "")
+        return self._value[0]
+
+
+class Worker(threading.Thread):
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        devices: Sequence[torch.device],
+        board: Board,
+        compile_lock: CompileLock | None,
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self.device = device
+        self.board = board
+        self.pulse = board.pulse(name)
+        self._devices = devices
+        self._compile_lock = compile_lock
+        self._tasks: deque[Callable[[], None]] = deque()
+
+    def post(self, function: Callable[..., T], *arguments: Any) -> Reply[T]:
+        reply: Reply[T] = Reply(self.board)
+        with self.board.changed:
+            self._tasks.append(lambda: reply.put(function(*arguments)))
+            self.board.changed.notify_all()
+        return reply
+
+    def run(self) -> None:
+        self.pulse.thread = threading.get_ident()
+        lock = self._compile_lock
+        try:
+            enter_device(self.device, self._devices)
+            with lock.thread() if lock is not None else nullcontext():
+                while True:
+                    self.board.wait(lambda: bool(self._tasks), self.pulse, "waiting for work")
+                    self._tasks.popleft()()
+        except Halted:
+            pass
+        except BaseException as error:  # noqa: BLE001 - whatever ends a stage ends the run
+            self.board.fail(self.name, error)
+        finally:
+            self.pulse.set("ended", waiting=True)
+
+
+class TargetWorker(Worker):
+    """Computes features, in the order of the microbatches, as far ahead as the slots allow."""
+
+    stage: TargetStage
+
+    def build(self, make: Callable[[torch.device], TargetStage]) -> None:
+        # Loading weights has no limit: a cold disk is no stall.
+        self.pulse.set("building the target", waiting=True)
+        self.stage = make(self.device)
+        self.meter = Meter(self.device)
+        self.transfer = Meter(self.device)
+
+    def prepare(
+        self, batches: Batches, rings: list[Ring], drafter_devices: list[torch.device]
+    ) -> None:
+        """Buffers for features that must travel; on a shared device they are made in the slot."""
+        self._batches, self._rings, self._drafter_devices = batches, rings, drafter_devices
+        rows, length, _ = batches.shape
+        self._staging: list[Tensor] = []
+        self._copied: list[Fence | None] = [None, None]
+        if self.device.type == "cuda" and any(d != self.device for d in drafter_devices):
+            # Two: the next forward fills one while the other is copied.
+            shape = (rows, length, self.stage.feature_width)
+            self._staging = [
+                torch.empty(shape, dtype=self.stage.dtype, device=self.device) for _ in range(2)
+            ]
+            self._copy_stream = torch.cuda.Stream(self.device)
+
+    def produce(self, next_task: Callable[[], tuple[int, int, int] | None]) -> None:
+        """``next_task`` gives (step, slot, number of microbatches dealt before it)."""
+        made = 0
+        while (task := next_task()) is not None:
+            step, slot, number = task
+            self.pulse.set(f"target forward, step {step + 1}")
+            batch = self._batches(step, slot)
+            tokens = batch.context_tokens()
+            if self.device.type == "cuda":
+                batch = batch.pin_memory()
+            drafters = len(self._rings)
+            drafter, index = number % drafters, number // drafters
+            if self._staging and self._drafter_devices[drafter] != self.device:
+                filled = self._through_staging(batch, tokens, drafter, index, made % 2)
+            else:
+                filled = self._in_place(batch, tokens, drafter, index)
+            self._rings[drafter].publish(index, filled)
+            made += 1
+
+    def _in_place(self, batch: Batch, tokens: int, drafter: int, index: int) -> Filled:
+        ring = self._rings[drafter]
+        slot = ring.claim(index, self.pulse)
+        ring.wait_free(index, self.device)
+        self.meter.begin()
+        self.stage.features(batch, slot)
+        return Filled(batch, slot, tokens, self.meter.end())
+
+    def _through_staging(
+        self, batch: Batch, tokens: int, drafter: int, index: int, which: int
+    ) -> Filled:
+        """Forward into a buffer of this device, copy on a stream beside it: the next forward
+        starts while the copy travels or waits for its slot."""
+        copied = self._copied[which]
+        if copied is not None:
+            copied.wait(self.device)
+        self.meter.begin()
+        self.stage.features(batch, self._staging[which])
+        made = self.meter.end()
+        ring = self._rings[drafter]
+        slot = ring.claim(index, self.pulse)
+        with torch.cuda.stream(self._copy_stream):
+            made.wait(self.device)
+            ring.wait_free(index, self.device)
+            self.transfer.begin()
+            slot.copy_(self._staging[which], non_blocking=True)
+            done = self.transfer.end()
+        self._copied[which] = done
+        return Filled(batch, slot, tokens, done)
+
+
+class DrafterWorker(Worker):
+    """One replica: takes its share of each step's microbatches, adds gradients up, updates."""
+
+    stage: DrafterStage
+    ring: Ring
+
+    def build(self, make: Callable[[torch.device], DrafterStage]) -> None:
+        self.pulse.set("building the drafter", waiting=True)
+        self.stage = make(self.device)
+        self.meter = Meter(self.device)
+        self._before: Fence | None = None
+
+    def make_ring(self, depth: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Ring:
+        slots = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(depth)]
+        self.ring = Ring(self.board, slots)
+        return self.ring
+
+    def step(
+        self, index: int, first: int, share: int, party: int, adder: GradientSum, check: bool
+    ) -> tuple[Tensor, Tensor, int, Fence]:
+        """This drafter's microbatches ``first .. first + share - 1`` make step ``index``.
+        Returns (sums of all drafters, gradient norm, own context tokens, when all is done)."""
+        total: Tensor | None = None
+        tokens = 0
+        for number in range(first, first + share):
+            sums, count = self._accumulate(index, number)
+            total = sums if total is None else total + sums
+            tokens += count
+        assert total is not None
+        self.pulse.set(f"gradient sum, step {index + 1}")
+        total = adder.add(party, self.device, self.stage.gradients(), total, self.pulse)
+        self.pulse.set(f"optimizer, step {index + 1}")
+        self.meter.begin()
+        norm = self.stage.update(index, total)
+        done = self.meter.end()
+        self._await_device(index)
+        self._before = done
+        if check:
+            self.pulse.set(f"comparing weights, step {index + 1}")
+            adder.check_equal(party, index + 1, self.stage.weights(), self.pulse)
+        return total, norm, tokens, done
+
+    def _accumulate(self, index: int, number: int) -> tuple[Tensor, int]:
+        filled = self.ring.take(number, self.pulse)
+        self.pulse.set(f"drafter forward and backward, step {index + 1}")
+        filled.ready.wait(self.device)
+        self.meter.begin()
+        sums = self.stage.accumulate(filled.batch, filled.features)
+        self.ring.release(number, self.meter.end())
+        return sums, filled.tokens
+
+    def _await_device(self, index: int) -> None:
+        """One step in flight, no more: a device that hangs is seen, and the host keeps ahead."""
+        if self._before is not None:
+            self.pulse.set(f"device work of step {index}")
+            poll(self._before, self.board.check)
