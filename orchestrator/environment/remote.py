@@ -1,0 +1,126 @@
+"""Environments out of containers: one request to collect one, one to read what a run recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.agent_failure import kind_of
+from orchestrator.channel import AgentChannel
+from orchestrator.environment import collector
+from orchestrator.environment.lock import Environment, parse
+from orchestrator.environment.sync import Plan
+from orchestrator.errors import DflashctlError, NotFoundError, RefusedError, RunFailed
+from orchestrator.paths import ContainerPaths, RunPaths
+from orchestrator.request import Request
+from orchestrator.target import Target
+
+# nvidia-smi has been seen to need 8 s without a persistence daemon.
+COLLECT_S = 60
+
+
+def collector_argv(python: str, into: str | None = None) -> list[str]:
+    """Prints the environment of ``python``, or leaves it in the file ``into``."""
+    source = Path(collector.__file__).read_text(encoding="utf-8")
+    return [python, "-c", source, *([into] if into else [])]
+
+
+def collect(channel: AgentChannel, target: Target) -> Environment:
+    """The container's environment as it is now.
+
+    :raises RefusedError: its interpreter cannot run the collector.
+    """
+    python = target.settings.python
+    answer, stdout, stderr = execute(
+        channel, command=collector_argv(python), timeout_s=COLLECT_S, cwd="/"
+    )
+    if answer["exit_code"] != 0:
+        said = stderr.decode(errors="replace").strip().splitlines()
+        raise RefusedError(
+            f"{python} could not tell its environment: {said[-1] if said else 'no answer'}",
+            next_step="`dflashctl doctor` looks at the interpreter",
+            host=target.host.name,
+            ct=target.ct,
+        )
+    return parse(stdout, f"the environment of {target.name}")
+
+
+def record(
+    channel: AgentChannel,
+    target: Target,
+    run_id: str,
+    variables: Mapping[str, str],
+    after: Sequence[int],
+) -> Request:
+    """Leave the run's environment in its folder, once the requests ``after`` have ended well.
+
+    The collector leaves at once and works in the background: nobody waits for it.
+    """
+    into = ContainerPaths(target.settings.workdir).run(run_id).environment
+    return channel.request(
+        "exec",
+        command=collector_argv(target.settings.python, into),
+        env=dict(variables),
+        cwd="/",
+        after=list(after),
+        timeout_s=COLLECT_S,
+    )
+
+
+def recorded(channel: AgentChannel, target: Target, run_id: str) -> Environment:
+    """What a run wrote down of its environment when it began.
+
+    :raises NotFoundError: it wrote nothing (an older run, or one that ended at once).
+    """
+    name = RunPaths("").environment
+    request = channel.request("pull.read", run_id=run_id, path=name)
+    try:
+        text = b"".join(payload for _, payload in request.frames())
+    except DflashctlError as error:
+        if kind_of(error) != "file.not_found":
+            raise
+        raise NotFoundError(
+            "the run recorded no environment",
+            next_step=f"compare its container: dflashctl env diff … {target.name}",
+            host=target.host.name,
+            ct=target.ct,
+            run_id=run_id,
+        ) from None
+    return parse(text, f"{name} of {run_id}")
+
+
+def install(channel: AgentChannel, target: Target, plan: Plan) -> Iterable[bytes]:
+    """Run the plan's commands; their output as it comes.
+
+    :raises RunFailed: a command failed; what was installed before it stays.
+    """
+    for command in plan.commands:
+        request = channel.request("exec", command=command, cwd="/")
+        for head, payload in request.frames():
+            if "stream" in head:
+                yield payload
+        answer = request.result()
+        if answer["exit_code"] != 0:
+            raise RunFailed(
+                f"{command[0]} ended with {_ending(answer)}; its own words are above",
+                next_step="mend what it names (a package index, a full disk) and sync again",
+                host=target.host.name,
+                ct=target.ct,
+            )
+
+
+def execute(channel: AgentChannel, **fields: Any) -> tuple[dict[str, Any], bytes, bytes]:
+    """``exec`` with both outputs kept: its answer, standard output, standard error."""
+    request = channel.request("exec", **fields)
+    heard = {"stdout": bytearray(), "stderr": bytearray()}
+    for head, payload in request.frames():
+        if "stream" in head:
+            heard[head["stream"]] += payload
+    return request.result(), bytes(heard["stdout"]), bytes(heard["stderr"])
+
+
+def _ending(answer: Mapping[str, Any]) -> str:
+    if answer.get("signal"):
+        return f"signal {answer['signal']}"
+    return f"exit code {answer.get('exit_code')}"
