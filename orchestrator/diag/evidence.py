@@ -1,0 +1,255 @@
+"""Everything a rule may look at: the log's lines, exceptions and steps, the probes, the outcome."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from orchestrator.diag import scan, steps, tracebacks
+from orchestrator.diag.finding import Finding, Quote, Severity
+from orchestrator.diag.outcome import Outcome, read_outcome
+from orchestrator.diag.probes import Probe, Probes
+from orchestrator.diag.text import Line, read_lines
+from orchestrator.diag.tracebacks import Failure
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A place where a pattern was found."""
+
+    line: Line
+    match: re.Match[str]
+
+    def __getitem__(self, group: int | str) -> str:
+        return self.match[group] or ""
+
+
+class Evidence:
+    """One run, as far as it was seen. Rules only read it."""
+
+    def __init__(self, lines: Sequence[Line], probes: Probes, *, total: int | None = None) -> None:
+        self.lines = list(lines)
+        self.probes = probes
+        self.total = total if total is not None else (lines[-1].number if lines else 0)
+        self.failures: list[Failure] = tracebacks.parse(self.lines)
+        for probe in probes:
+            self.failures += tracebacks.parse(probe.lines)
+        self.series = steps.read_series(self.lines)
+        self.outcome: Outcome = read_outcome(self.lines, self.series, self.failures, probes)
+
+    # -- how it is made -------------------------------------------------------------------------
+
+    @classmethod
+    def from_log(cls, path: Path | None, probes: Mapping[str, Any] | None = None) -> Evidence:
+        """From a file of any size (constant memory) and a dictionary of probes."""
+        scanned = scan.scan_file(path) if path is not None else scan.Scan()
+        return cls.from_scan(scanned, probes)
+
+    @classmethod
+    def from_text(cls, text: str | bytes, probes: Mapping[str, Any] | None = None) -> Evidence:
+        data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        return cls.from_scan(scan.scan_bytes(data), probes)
+
+    @classmethod
+    def from_scan(cls, scanned: scan.Scan, probes: Mapping[str, Any] | None) -> Evidence:
+        lines = [li for n, raw in scanned.lines.items() for li in read_lines(n, raw)]
+        return cls(lines, Probes(probes), total=scanned.total)
+
+    # -- what rules ask -------------------------------------------------------------------------
+
+    def search(
+        self, *patterns: str, log: bool = True, probes: bool = True, quiet: bool = False
+    ) -> list[Hit]:
+        """Lines that match any of ``patterns`` (regular expressions), log first, in order.
+
+        Left out are flags, echoed commands and config dumps (unless ``quiet``) and whatever came
+        after the run had said that it was done.
+        """
+        hits: list[Hit] = []
+        if log:
+            hits += self._log_text.search(patterns)
+        if probes:
+            hits += self._probe_text.search(patterns)
+        kept = []
+        for hit in hits:
+            if hit.line.quiet and not quiet:
+                continue
+            done = self.outcome.done_line
+            if done is not None and hit.line.source == "log" and hit.line.number > done:
+                continue
+            kept.append(hit)
+        return kept
+
+    @cached_property
+    def _log_text(self) -> _Text:
+        return _Text(self.lines)
+
+    @cached_property
+    def _probe_text(self) -> _Text:
+        return _Text(self.probes.lines)
+
+    @cached_property
+    def errors(self) -> list[Failure]:
+        """Exceptions that ended something: not those ignored at exit, not torchrun's summary."""
+        done = self.outcome.done_line
+        return [
+            f
+            for f in self.failures
+            if not f.ignored
+            and f.name != "ChildFailedError"
+            and (done is None or f.line.source != "log" or f.first < done)
+        ]
+
+    def raised(self, type_: str, message: str = "") -> list[Failure]:
+        """Errors whose type's last part matches ``type_`` wholly and whose message has ``message``."""
+        return [
+            f
+            for f in self.errors
+            if re.fullmatch(type_, f.name) and (not message or re.search(message, f.message))
+        ]
+
+    def recovered(self, line: Line) -> bool:
+        """The run made progress after ``line`` of the log, so that line did not end it."""
+        if line.source != "log":
+            return False
+        if self.outcome.state == "finished":
+            return True
+        after = self.series.after(line.number)
+        if line.number < self.outcome.attempt_line and after:
+            return True
+        if len(after) >= 2 and self._advances(after):
+            return True
+        return self.outcome.moved_on(line.number)
+
+    @staticmethod
+    def _advances(after: Sequence[steps.Step]) -> bool:
+        numbers = [s.step for s in after if s.step is not None]
+        return not numbers or len(set(numbers)) >= 2
+
+    # -- how rules answer -----------------------------------------------------------------------
+
+    def found(
+        self,
+        code: str,
+        title: str,
+        at: Iterable[Hit | Line | Failure | Probe | Quote],
+        remedy: str,
+        *,
+        severity: Severity = "fatal",
+        confidence: float = 0.9,
+        lasting: bool = False,
+    ) -> Finding:
+        """A finding from the places ``at``.
+
+        ``lasting``: it matters although the run goes on (a slow run, an unfused kernel); otherwise
+        a finding that the run survived becomes a remark.
+        """
+        places = list(at)
+        lines = [_line(p) for p in places]
+        log = [li for li in lines if li is not None and li.source == "log"]
+        recovered = bool(log) and len(log) == len(places) and all(self.recovered(li) for li in log)
+        if recovered and not lasting:
+            severity = "info"
+        quotes = tuple(p if isinstance(p, Quote) else Quote.of(li) for p, li in
+                       zip(places, lines, strict=True) if isinstance(p, Quote) or li is not None)
+        rank = next((li.rank for li in log if li.rank is not None), None)
+        position = min((_first(p) for p in places if _in_log(p)), default=0)
+        unique = tuple(dict.fromkeys(quotes))[:8]
+        return Finding(
+            code, severity, confidence, title[:300], unique, remedy, position, rank,
+            recovered and not lasting,
+        )  # fmt: skip
+
+
+def _line(place: Hit | Line | Failure | Probe | Quote) -> Line | None:
+    if isinstance(place, (Hit, Failure)):
+        return place.line
+    if isinstance(place, Probe):
+        return place.lines[0] if place.lines else None
+    return place if isinstance(place, Line) else None
+
+
+def _in_log(place: Hit | Line | Failure | Probe | Quote) -> bool:
+    line = _line(place)
+    return line is not None and line.source == "log"
+
+
+def _first(place: Hit | Line | Failure | Probe | Quote) -> int:
+    if isinstance(place, Failure):
+        return place.first
+    line = _line(place)
+    return line.number if line is not None else 0
+
+
+class _Text:
+    """Lines joined once, so that a pattern is one search and not one a line."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = lines
+        self.text = "\n".join(li.text.replace("\n", " ") for li in lines)
+        self.starts: list[int] = []
+        offset = 0
+        for line in lines:
+            self.starts.append(offset)
+            offset += len(line.text) + 1
+
+    def search(self, patterns: Iterable[str]) -> list[Hit]:
+        found: dict[int, Hit] = {}
+        for pattern in patterns:
+            literal, compiled = _compile(pattern)
+            if literal and literal not in self.text:
+                continue
+            for match in compiled.finditer(self.text):
+                index = bisect_right(self.starts, match.start()) - 1
+                found.setdefault(index, Hit(self.lines[index], match))
+        return [found[i] for i in sorted(found)]
+
+
+@lru_cache(maxsize=4096)
+def _compile(pattern: str) -> tuple[str, re.Pattern[str]]:
+    return needle(pattern), re.compile(pattern, re.MULTILINE)
+
+
+def needle(pattern: str) -> str:
+    """The longest literal that every match of ``pattern`` must contain; empty if none is sure.
+
+    One ``in`` test over the whole text then spares most patterns their slow search.
+    """
+    if pattern.startswith("(?i"):
+        return ""
+    runs, run, depth, i = [""], "", 0, 0
+    while i < len(pattern):
+        char = pattern[i]
+        literal = ""
+        if char == "\\" and i + 1 < len(pattern):
+            if not pattern[i + 1].isalnum():
+                literal = pattern[i + 1]
+            i += 1
+        elif char == "[":
+            end = pattern.find("]", i + 2)
+            i = end if end > 0 else len(pattern)
+        elif char == "(":
+            depth += 1
+        elif char == ")":
+            depth -= 1
+        elif char == "|" and depth == 0:
+            return ""
+        elif char in "?*{":
+            if depth == 0:
+                run = run[:-1]
+            if char == "{":
+                i = pattern.find("}", i)
+        elif char not in ".^$+":
+            literal = char
+        if literal and depth == 0:
+            run += literal
+        else:
+            runs.append(run)
+            run = ""
+        i += 1
+    return max([*runs, run], key=len)

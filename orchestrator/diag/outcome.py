@@ -1,0 +1,158 @@
+"""How the run ended, as far as the log and the probes say: finished, failed, running, unknown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from orchestrator.diag.probes import Exit, Probes
+from orchestrator.diag.steps import Series
+from orchestrator.diag.text import Line
+from orchestrator.diag.tracebacks import Failure
+
+State = Literal["finished", "failed", "running", "unknown"]
+
+_DONE = re.compile(
+    r"^(?:\W*(?:train(?:ing|er)?|run|job|all|fit|epochs?)?[ :]*(?:is |has |was )?(?:all )?"
+    r"(?:done|finished|complete[d]?|successful(?:ly)?)\b(?! (?:waiting|loading|reading|compil|warm|"
+    r"tokeniz|download|init|build|prepar))(?!\s*[:=]\s*(?:false|0|no)\b).{0,80}"
+    r"|.*\b[Tt]raining (?:completed|complete|finished|done|succeeded)\b.*"
+    r"|.*(?:`?Trainer\.fit`? stopped: `max_(?:steps|epochs)).*"
+    r"|.*['\"]train_runtime['\"].*"
+    r"|.*\"event\": ?\"(?:finished|done|complete[d]?)\".*"
+    r"|.*\b(?:final|last) (?:model|checkpoint|weights) (?:saved|written|exported)\b.*"
+    r"|.*\breached (?:max_steps|the last step|total_steps)\b.*)$",
+    re.IGNORECASE,
+)
+_PART_DONE = re.compile(
+    r"\b(?:load|download|compil|warm|preflight|push|eval|valid|tokeniz|cache|shard|save|copy|"
+    r"connect|bundle|build|check|prefetch|mask)\w*\b",
+    re.IGNORECASE,
+)
+_ATTEMPT = re.compile(
+    r"(?:^|[\s\[])(?:attempt|try|retry|restart)[ _#:=]*(?:no\.? ?)?(\d+)\b(?:\s*(?:/|of)\s*\d+)?"
+    r"|\brestart(?:ing|ed)\b.*\b(?:train|run|worker|from|process|attempt|group|policy|trainer)"
+    r"|\bresum(?:e|ed|ing)\b.{0,40}\b(?:from|at|checkpoint|ckpt|step)"
+    r"|\b(?:second|third|next|another) attempt\b|worker group.*restart"
+    r"|(?:\d+)/\d+ attempts left; will restart worker group|=+ ?run \S+ ?=+",
+    re.IGNORECASE,
+)
+_ENDED = re.compile(
+    r"\bexit(?:ed|s|ing)?(?: code| status| with| rc)*[ :=(]+(?:code |status )?(-?[1-9]\d*)\b"
+    r"|\b(?:rc|exit_?code|status|returncode)[ =:]+(-?[1-9]\d{0,2})\)?\s*$"
+    r"|Error (12[67])\b(?! \(ignored\))|^\S*: \*\*\* .*Error (\d+)"
+    r"|^(?:bash: line \d+: +\d+ |.*\.sh: line \d+: +\d+ )?(?:Killed|Terminated|Aborted|Hangup|"
+    r"Segmentation fault|Bus error|Floating point exception|Illegal instruction)(?: \(core dumped\))?"
+    r"(?:\s.*)?$|ChildFailedError|\bFAILED$"
+)
+_GOES_ON = re.compile(
+    r"\b(?:retry(?:ing)?|retried|recovered|reconnected|continu(?:e|ing)|skipp(?:ed|ing)|"
+    r"fall(?:ing|s)? back|fell back|succeeded|resum(?:ed|ing)|ok after|works? now|connected|"
+    r"ignor(?:ed|ing)|non-?fatal|using \S+ instead)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: State = "unknown"
+    exit: Exit | None = None
+    done_line: int | None = None
+    """Line of the log that said the run was done; what follows it is noise."""
+    attempt_line: int = 0
+    """First line of the last attempt: errors before it were survived by a restart."""
+    ended: Line | None = None
+    """The line that tells of the end, where there is one."""
+    alive: bool | None = None
+    going_on: tuple[int, ...] = field(default=(), repr=False)
+    last_step_line: int = 0
+    last_line: int = 0
+
+    def moved_on(self, number: int) -> bool:
+        """A line soon after ``number`` says that it was retried or passed over, and the log went
+        on beyond that without an error to end it."""
+        if self.state == "failed":
+            return False
+        return any(0 <= line - number <= 12 for line in self.going_on)
+
+
+def read_outcome(
+    lines: Sequence[Line], series: Series, failures: Sequence[Failure], probes: Probes
+) -> Outcome:
+    """From the last attempt's last words, an exit record and a process list, the record first."""
+    last_step = series.steps[-1].number if series.steps else 0
+    last_line = lines[-1].number if lines else 0
+    record = probes.exit
+    alive = probes.alive
+    done = _done_line(lines, last_step)
+    ended = _ended(lines, last_step, done)
+    attempt = _attempt(lines, series)
+    going_on = tuple(li.number for li in lines if _GOES_ON.search(li.text) and not li.quiet)
+    fatal = [
+        f for f in failures
+        if f.line.source == "log" and not f.ignored and f.headed and f.first > last_step
+        and f.first >= attempt and not any(0 <= n - f.last <= 12 for n in going_on)
+    ]  # fmt: skip
+    state: State = "unknown"
+    code = None
+    if record is not None:
+        trouble = [c for c in (record.code, record.shell, *record.pipe[:1]) if c not in (None, 0)]
+        code = trouble[0] if trouble else record.signal or record.code
+    if record is not None and code not in (None, 0):
+        state = "failed"
+    elif record is not None and code == 0 and not fatal and ended is None:
+        state = "finished"
+    elif done is not None and ended is None and (record is None or code == 0):
+        state = "finished"
+    elif ended is not None or (fatal and alive is not True):
+        state = "failed"
+    elif alive:
+        state = "running"
+    elif alive is False:
+        state = "failed"
+    elif series.steps and not fatal:
+        state = "running" if probes.now is not None else "unknown"
+    if state == "failed" and (done is None or (record is not None and record.code not in (None, 0))):
+        done = None if record is not None and record.code not in (None, 0) else done
+    return Outcome(
+        state, record, done, attempt, ended, alive, going_on, last_step, last_line
+    )  # fmt: skip
+
+
+def _done_line(lines: Sequence[Line], last_step: int) -> int | None:
+    for line in lines:
+        if line.number < last_step or line.quiet or line.tag:
+            continue
+        match = _DONE.match(line.text)
+        if match is None or len(line.text) > 400:
+            continue
+        if _PART_DONE.search(line.text) and not re.search(r"[Tt]rain|final|last", line.text):
+            continue
+        return line.number
+    return None
+
+
+def _ended(lines: Sequence[Line], last_step: int, done: int | None) -> Line | None:
+    for line in reversed(lines[-400:]):
+        if line.number <= last_step:
+            return None
+        if done is not None and line.number > done and not _own_failure(line):
+            continue
+        if not line.quiet and _ENDED.search(line.text) is not None:
+            return line
+    return None
+
+
+def _own_failure(line: Line) -> bool:
+    """After "done" only the launcher's word counts, not the noise of shutting down."""
+    return re.search(r"ChildFailedError|\bFAILED$|exitcode: -?[1-9]", line.text) is not None
+
+
+def _attempt(lines: Sequence[Line], series: Series) -> int:
+    first = max(series.restarts(), default=0)
+    for line in lines:
+        if not line.quiet and _ATTEMPT.search(line.text) is not None and line.number > 3:
+            first = max(first, line.number)
+    return first

@@ -1,0 +1,49 @@
+"""Every rule, in one list. A rule is a pure function from evidence to findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from orchestrator.diag.evidence import Evidence
+from orchestrator.diag.finding import Finding
+from orchestrator.diag.rules import (
+    compile,
+    connection,
+    container,
+    data,
+    disk,
+    environment,
+    gpu,
+    gpu_driver,
+    hang,
+    hub,
+    loss,
+    memory,
+    model,
+    nccl,
+    python,
+    session,
+    throughput,
+)
+
+Rule = Callable[[Evidence], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    *connection.RULES,
+    *container.RULES,
+    *session.RULES,
+    *disk.RULES,
+    *memory.RULES,
+    *gpu_driver.RULES,
+    *gpu.RULES,
+    *nccl.RULES,
+    *compile.RULES,
+    *environment.RULES,
+    *data.RULES,
+    *model.RULES,
+    *hub.RULES,
+    *loss.RULES,
+    *throughput.RULES,
+    *hang.RULES,
+    *python.RULES,
+)

@@ -1,0 +1,199 @@
+"""The container and the tools that reach into it: pct, lxc-attach, locks, freezes, reboots."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from orchestrator.diag.evidence import Evidence, Hit
+from orchestrator.diag.finding import Finding
+from orchestrator.diag.probes import Probe
+from orchestrator.diag.rules.shared import container_of
+from orchestrator.diag.text import Line
+
+MISSING = (
+    r"Configuration file '[^']*/lxc/\d+\.conf' does not exist",
+    r"\b(?:CT|container) '?\d+'? (?:does not exist|not found|is not on this node)",
+    r"no such (?:CT|container)\b|unable to find (?:CT|container|configuration file)",
+    r"guest \d+ does not exist",
+    r"lxc-\w+: \d+: .*(?:[Cc]ontainer is not defined|doesn't exist)",
+)
+STOPPED = (
+    r"container '?\d+'? not running!",
+    r"\bCT \d+ (?:is )?not running",
+    r"can only (?:push|pull) files (?:to|from) a running CT",
+    r"Failed to get init pid",
+    r"\bContainer '?\d+'? is not running",
+)
+LOCKED = (
+    r"\bCT is locked \(([\w-]+)\)",
+    r"can't lock file '[^']*pve-config-\d+\.lock' - got timeout",
+    r"can't lock file '[^']*/lxc/[^']*' - got timeout",
+    r"\bVM is locked\b",
+    r"unable to acquire lock.*(?:lxc|CT)|lock request timeout.*lxc",
+)
+EXEC = (
+    r"ipcc_send_rec\[\d+\] failed",
+    r"Unable to load access control list",
+    r"lxc_attach_run_command: \d+ .*Failed to exec",
+    r"lxc-attach: .*Failed to exec",
+    r"lxc-attach: .*(?:Permission denied|Operation not permitted|Failed to (?:attach|enter|open|"
+    r"set up|clone|send|receive|mount|switch))",
+    r"400 (?:unable to parse option|Parameter verification failed|not enough arguments)",
+    r"missing command at \S*pct",
+    r"please run (?:this )?(?:command )?as root|you must be root",
+    r"cluster not ready - no quorum",
+    r"\bpct: (?:command )?not found|pct: command not found",
+    r"pve-cluster\.service.*(?:failed|inactive|dead)|pmxcfs.*(?:failed|dead|crash)",
+    r"Transport endpoint is not connected.*pve|/etc/pve.*Transport endpoint",
+    r"startup for container '?\d+'? failed",
+    r"lxc-start: .*(?:Failed|failed|not)",
+    r"Can't locate PVE/\S+\.pm|perl: .*locale.*pct died",
+)
+
+
+def missing(e: Evidence) -> Iterator[Finding]:
+    """pve-container 4 to 6: ``Configuration file 'nodes/pve1/lxc/999.conf' does not exist`` (rc 2,
+    also when the container lives on another node)."""
+    hits = e.search(*MISSING)
+    if hits:
+        number = container_of(e)
+        yield e.found(
+            "ct.missing",
+            f"container {number} does not exist on this node",
+            hits[:3],
+            f"pct list; pvesh get /cluster/resources --type vm | grep {number}   # which node has it\n"
+            f"dflashctl inventory discover",
+        )
+
+
+def stopped(e: Evidence) -> Iterator[Finding]:
+    """pve-container 4 to 6 ``container '202' not running!`` (255), ``CT 202 not running``; ``pct
+    status`` says ``status: stopped``; ``pct list`` shows it."""
+    number = container_of(e)
+    hits: list[Hit | Line] = list(e.search(*STOPPED))
+    hits += [li for li, _ in e.probes.search(r"^\s*(?:status: stopped|State:\s+STOPPED)")]
+    if number != "CT":
+        hits += [li for li, _ in e.probes.search(rf"^\s*{number}\s+stopped\b")]
+    exec_down = any("ipcc" in h.line.text for h in e.search(*EXEC))
+    if hits and not exec_down:
+        why = e.probes.search(r"\b(?:vzshutdown|vzstop|vzdump|oom-kill|pct (?:stop|shutdown))\b")
+        yield e.found(
+            "ct.stopped",
+            f"container {number} is not running",
+            [*hits[:3], *(li for li, _ in why[:2])],
+            f"pct start {number} && pct status {number}\n"
+            f"who stopped it: grep {number} /var/log/pve/tasks/index | tail -5\n"
+            f"then launch again; the newest complete checkpoint is resumed",
+        )
+
+
+def frozen(e: Evidence) -> Iterator[Finding]:
+    """cgroup v2 ``cgroup.events``: ``frozen 1``; v1 ``freezer.state``: ``FROZEN``. A backup in
+    suspend mode freezes; ``pct status`` still says running and exec hangs."""
+    hits: list[Hit | Line] = []
+    for li, _ in e.probes.search(r"\bfrozen[ :=]+1\b|^\s*(?:State:\s+)?(?:FROZEN|FREEZING)\b"):
+        hits.append(li)
+    hits += [li for li, _ in e.probes.search(r"freezer\S*\s*[:=]?\s*FROZEN|status: (?:frozen|paused)")]
+    if not hits:
+        hits += e.search(r"\b(?:container|CT)\b.*\b(?:is|all|are)\b.*\bfrozen\b", probes=False)
+    if hits:
+        number = container_of(e)
+        lock = e.probes.search(r"lock: (?:backup|snapshot|\w+)|vzdump")
+        yield e.found(
+            "ct.frozen",
+            f"container {number} is frozen: every process in it stands still",
+            [*hits[:3], *(li for li, _ in lock[:2])],
+            f"is a backup in suspend mode running? pvesh get /nodes/localhost/tasks --source active\n"
+            f"wait for it, or: lxc-unfreeze -n {number}\n"
+            f"for the future: back this container up in snapshot mode, outside of runs",
+        )
+
+
+def locked(e: Evidence) -> Iterator[Finding]:
+    """pve-container: ``CT is locked (backup)`` (255) on start and stop; ``can't lock file
+    '/run/lock/lxc/pve-config-200.lock' - got timeout`` (4) from a second push. A lock that hinders
+    nobody (status runs, exec works) is a remark at most."""
+    hits: list[Hit | Line] = list(e.search(*LOCKED))
+    state = [li for li, _ in e.probes.search(r"^\s*lock: ?(\w+)")]
+    if not hits and state and not e.series and e.outcome.state != "finished":
+        hits += [h for h in e.search(r"trying to acquire (?:cfs )?lock") if not e.recovered(h.line)]
+    if hits:
+        number = container_of(e)
+        text = " ".join(getattr(h, "line", h).text for h in [*hits, *state])
+        holder = re.search(r"lock(?:ed)?:? \(?(\w+)\)?", " ".join(s.text for s in state) or text)
+        other = [p for p in e.probes if re.search(r"\bpct (?:push|pull|restore|migrate)|vzdump", p.text)]
+        yield e.found(
+            "ct.locked",
+            f"container {number}'s configuration is locked"
+            + (f" ({holder[1]})" if holder and holder[1] != "file" else ""),
+            [*hits[:3], *state[:1], *other[:1]],
+            f"who holds it: pvesh get /nodes/localhost/tasks --source active; ps ax | grep 'pct.*{number}'\n"
+            f"wait for it; only if nothing runs any more: pct unlock {number}",
+        )
+
+
+def exec_failed(e: Evidence) -> Iterator[Finding]:
+    """The way in is broken: cluster filesystem down (``ipcc_send_rec[1] failed``), not root, no
+    quorum, lxc-attach's ``Failed to exec``, eaten options (``400 unable to parse option``). A tmux
+    that lxc-attach cannot find is ``tmux.missing``."""
+    hits = [h for h in e.search(*EXEC) if '"tmux"' not in h.line.text and "/tmux" not in h.line.text]
+    if hits:
+        yield e.found(
+            "ct.exec_failed",
+            "pct or lxc-attach failed before the command ran: " + hits[0].line.text.strip()[:120],
+            hits[:4],
+            "as root on the host: systemctl status pve-cluster; pvecm status\n"
+            "systemctl restart pve-cluster; pct list\n"
+            "then by hand: pct exec CT -- true",
+        )
+
+
+_BOOT = r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
+
+
+def rebooted(e: Evidence) -> Iterator[Finding]:
+    """``/proc/sys/kernel/random/boot_id`` is another one than the run recorded; or the task log, the
+    journal and ``uptime`` tell of a restart during the run."""
+    if e.outcome.state == "finished":
+        return
+    at: list[Probe | Line | Hit] = [p for p in e.probes if _two_boots(p)]
+    at += [li for li, _ in e.probes.search(
+        r"\bvzreboot\b|boot id (?:changed|differs)|system boot.*(?:during|after)|-- (?:Boot|Reboot) ")]  # fmt: skip
+    at += e.search(
+        r"[Bb]oot[ _]id (?:changed|differs|is (?:now|another|not))",
+        r"(?:container|CT) \S* ?(?:was |has been |been )?(?:rebooted|restarted) (?:under|during|while)",
+        r"different boot[ _]id|new boot[ _]id",
+        probes=False,
+    )
+    if at:
+        number = container_of(e)
+        yield e.found(
+            "ct.rebooted",
+            f"container {number} was restarted under the run",
+            at[:4],
+            f"why: grep {number} /var/log/pve/tasks/index | tail; journalctl --list-boots | tail -3\n"
+            f"launch again: the newest complete checkpoint is resumed",
+            confidence=0.93,
+        )
+
+
+def _two_boots(probe: Probe) -> bool:
+    """Two different boot ids under one probe that is about them."""
+    if "boot" not in probe.key.lower() and "boot_id" not in probe.text:
+        return False
+    value = probe.value
+    if isinstance(value, dict):
+        ids = [str(v) for k, v in value.items() if isinstance(v, (str, int)) and
+               not re.search(r"time|date|when|host", str(k))]  # fmt: skip
+        return len(ids) >= 2 and len(set(ids)) >= 2
+    ids = re.findall(_BOOT, probe.text)
+    if len(ids) >= 2:
+        return len(set(ids)) >= 2
+    labelled = re.findall(
+        r"(?:run|start|recorded|before|then|old|was|launch|now|current|after|new)\w*[ :=]+"
+        r"([0-9a-f][0-9a-f.-]{3,})", probe.text)  # fmt: skip
+    return len(labelled) >= 2 and len(set(labelled)) >= 2
+
+
+RULES = (missing, stopped, frozen, locked, exec_failed, rebooted)

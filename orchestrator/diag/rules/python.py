@@ -1,0 +1,90 @@
+"""What is left: an exception in the user's own code, or words that nobody knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from orchestrator.diag.evidence import Evidence
+from orchestrator.diag.finding import Finding
+from orchestrator.diag.text import Line
+from orchestrator.diag.tracebacks import Failure
+
+USAGE = (
+    r"^[\w./-]+: error: (?:unrecognized arguments|the following arguments are required|argument \S+: |ambiguous option)",
+    r"^(?:omegaconf|hydra)\.errors\.\w+|Error: (?:No such option|Missing (?:option|argument)|Invalid value)",
+    r"^\s*(?:SyntaxError|IndentationError|TabError): ",
+)
+
+
+def code_error(e: Evidence) -> Iterator[Finding]:
+    """An uncaught exception: the first in time of the last attempt, its innermost frame outside of
+    libraries. One that was caught and survived, or printed after the end, is none."""
+    candidates = [
+        f for f in e.errors
+        if not f.inner and f.line.source == "log" and (f.headed or f.frames)
+        and f.name not in ("KeyboardInterrupt", "SystemExit", "SignalException")
+    ]  # fmt: skip
+    candidates = [f for f in candidates if not e.recovered(f.line)]
+    late = [f for f in candidates if f.first >= e.outcome.attempt_line] or candidates
+    for failure in late[:1]:
+        frame = failure.user_frame
+        where = f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
+        said = failure.message.splitlines()[0][:160] if failure.message else ""
+        yield e.found(
+            "code.error",
+            f"{failure.name}: {said}" + (f"  ({where})" if where else ""),
+            [failure, *_cause_lines(failure)],
+            (f"open {frame.file} at line {frame.line}" if frame else "read the traceback above")
+            + (f": {frame.code}" if frame and frame.code else "")
+            + "\nrun one step on the CPU with one process: the traceback is then exact",
+            confidence=0.6,
+        )
+    usage = [h for h in e.search(*USAGE, probes=False) if not e.recovered(h.line)]
+    if usage and not late and e.outcome.state != "running":
+        yield e.found(
+            "code.error",
+            "the program refused its arguments or could not be read: " + usage[0].line.text.strip()[:140],
+            usage[:2],
+            "python train.py --help; compare with the launch command (dflashctl status)",
+            confidence=0.6,
+        )
+
+
+def _cause_lines(failure: Failure) -> list[Line]:
+    return [link.line for link in failure.chain() if link is not failure][-1:]
+
+
+_NOISE = re.compile(
+    r"^\s*(?:$|[\W_]+$|at |File |Failures:|Root Cause|time |host |rank |exitcode|error_file|traceback |\[\d+\]:$|<NO_OTHER)"
+)
+
+
+def unknown(e: Evidence, named: bool) -> Iterator[Finding]:
+    """The run failed and no rule knows why: its last distinct lines, as they are."""
+    if named or e.outcome.state != "failed":
+        return
+    last: list[Line] = []
+    shapes: set[str] = set()
+    step_lines = {s.number for s in e.series.steps}
+    for line in reversed(e.lines[-400:]):
+        shape = re.sub(r"[\d\W_]+", "", line.text)
+        if _NOISE.match(line.text) or shape in shapes or line.number in step_lines or line.quiet:
+            continue
+        shapes.add(shape)
+        last.insert(0, line)
+        if len(last) == 6:
+            break
+    record = e.outcome.exit
+    code = next((c for c in (record.code, record.shell, *record.pipe) if c), None) if record else None
+    yield e.found(
+        "unknown",
+        "the run ended" + (f" with code {code}" if code else "") + " and said nothing that is known here",
+        [*last, *([record.line] if record else [])] or list(e.probes)[:2],
+        "read the last lines: dflashctl tail -n 200 --no-follow\n"
+        "keep it for a person: dflashctl diag --bundle run.tar.zst",
+        confidence=0.4,
+    )
+
+
+RULES = (code_error,)

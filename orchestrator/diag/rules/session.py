@@ -1,0 +1,310 @@
+"""tmux, the start, and the ways in which a run ends without saying why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from orchestrator.diag.evidence import Evidence, Hit
+from orchestrator.diag.finding import Finding
+from orchestrator.diag.probes import SIGNAL_NAMES, Probe
+from orchestrator.diag.text import Line
+
+TMUX_MISSING = (
+    r"\btmux: (?:command )?not found",
+    r"/tmux: No such file or directory",
+    r'Failed to exec "(?:\S*/)?tmux"',
+    r"TmuxCommandNotFound",
+    r'exec: "tmux": executable file not found',
+    r"(?:command not found|No such file or directory|not installed): '?tmux'?",
+    r"\btmux is not installed|no tmux (?:in|on|found)",
+)
+TMUX_GONE = (
+    r"no server running on \S+",
+    r"error connecting to \S*tmux\S* \((?:No such file or directory|Connection refused)\)",
+    r"can't find session|session not found|no sessions?\b|no current (?:session|client)",
+    r"failed to connect to server",
+)
+TMUX_ENDED = (
+    r"\[(?:lost server|server exited)[^\]]*\]",
+    r"server exited unexpectedly",
+    r"tmux: server.*(?:killed|segfault|exited|died)",
+    r"segfault.*\btmux\b|\btmux(?:: server)?\[\d+\]: segfault|Killed process \d+ \(tmux",
+    r"lost server",
+)
+HANGUP = (
+    r"Received (?:1|Signals\.SIGHUP|SIGHUP) death signal",
+    r"closing signal SIGHUP",
+    r"got signal: 1\b",
+    r"^Hangup$|Hangup\s+\S+|\bSIGHUP\b.*(?:received|caught|shut|exit|leav)|(?:received|caught) SIGHUP",
+)
+PROMPT = (
+    r"\[[yY]/[nN]\]|\(y/n\)|\(yes/no(?:/\[fingerprint\])?\)|[Pp]ass(?:word|phrase)[^\n]{0,40}:\s*$|"
+    r"[Pp]ress (?:any key|enter|return)|\b(?:overwrite|proceed|continue|are you sure)[^\n]{0,80}\?|"
+    r"Username for|Enter your choice|\bread -p\b|wandb: (?:Enter|\(1\))"
+)
+NEVER = (
+    r"duplicate session",
+    r"^(?:\[exited\]|Pane is dead)",
+    r"\b(?:start\S*|run|train)\S*\.sh: (?:No such file or directory|Permission denied|not found)",
+    r"cannot (?:open|execute)[^\n]*\.sh|can't open '?\S*\.sh|bad interpreter",
+    r"syntax error near unexpected token|unexpected EOF while looking for|syntax error: ",
+    r"can't open file '[^']+\.py'",
+    r"create (?:session|window|pane) failed|fork failed|spawn failed",
+    r"open terminal failed|missing or unsuitable terminal",
+)
+
+
+def tmux_missing(e: Evidence) -> Iterator[Finding]:
+    """A shell's ``tmux: command not found``, lxc-attach's ``Failed to exec "tmux"``, libtmux's
+    ``TmuxCommandNotFound``, or ``which`` in a container that has none."""
+    hits = e.search(*TMUX_MISSING)
+    if hits and not e.series:
+        yield e.found(
+            "tmux.missing",
+            "the container has no tmux",
+            hits[:3],
+            "pct exec CT -- sh -c 'apt-get update && apt-get install -y tmux'\n"
+            "then launch again",
+        )
+
+
+def tmux_socket(e: Evidence) -> Iterator[Finding]:
+    """``tmux ls`` finds no server (3.x ``no server running on /tmp/tmux-0/default``, ``error
+    connecting to … (No such file or directory)``) while the trainer lives: something cleaned /tmp.
+    SIGUSR1 makes the server open its socket again."""
+    gone: list[Hit] = [h for h in e.search(*TMUX_GONE) if _tmux(h)]
+    if gone and _lives(e):
+        server = [li for li, _ in e.probes.search(r"\btmux\b.*(?:new-session|: server|-d\b)")]
+        yield e.found(
+            "tmux.socket_lost",
+            "tmux's socket is gone, the run itself lives",
+            [*gone[:2], *server[:1], *e.probes.named(r"^(?:ct_)?(?:ps|proc)")[:1]],
+            "in the container: pkill -USR1 -o tmux   # the server makes its socket anew\n"
+            "tmux ls; dflashctl attach\n"
+            "keep cleaners off it: echo 'x /tmp/tmux-*' > /etc/tmpfiles.d/tmux.conf",
+            severity="warning",
+            lasting=True,
+        )
+
+
+def tmux_died(e: Evidence) -> Iterator[Finding]:
+    """The server ended under the run: ``[lost server]``, ``[server exited]``, torchrun's ``Received
+    1 death signal`` (SIGHUP comes from a terminal that went), or no server, no process and a log
+    that stops in mid-step."""
+    if e.outcome.state == "finished" or _lives(e):
+        return
+    ended: list[Hit | Line] = list(e.search(*TMUX_ENDED))
+    gone = [h for h in e.search(*TMUX_GONE) if _tmux(h)]
+    hangup = e.search(*HANGUP)
+    record = e.outcome.exit
+    if record is not None and record.signal == 1:
+        ended.append(record.line)
+    session_lives = e.probes.has(r"^\S+: \d+ windows? \(created")
+    strong = ended or (hangup and not session_lives)
+    silent_end = gone and e.outcome.last_step_line and not e.errors and e.outcome.ended is None
+    if not (strong or silent_end):
+        return
+    yield e.found(
+        "tmux.died",
+        "tmux (or the terminal above it) ended and took the run with it",
+        [*ended[:2], *hangup[:2], *gone[:2]],
+        "who ended it: journalctl -n 200 | grep -i -e tmux -e logind -e oom; last -x | head\n"
+        "start it through `pct exec` (dflashctl launch), not by ssh into the container:\n"
+        "systemd's KillUserProcesses ends what a login leaves behind\n"
+        "launch again: the newest complete checkpoint is resumed",
+        confidence=0.9 if strong else 0.75,
+    )
+
+
+def not_started(e: Evidence) -> Iterator[Finding]:
+    """A session without a trainer: it waits at a prompt, the script is absent or not executable,
+    tmux had a session of that name, or it ended at once without a word."""
+    if e.series or e.outcome.state == "finished":
+        return
+    words = [h for h in e.search(*NEVER) if not e.recovered(h.line)]
+    prompt = [li for li, _ in e.probes.search(PROMPT)]
+    prompt += [li for li in e.lines[-3:] if re.search(PROMPT, li.text)]
+    silent = [
+        li for li in e.lines
+        if re.search(r"still nothing|no output|waiting for (?:the )?first (?:line|word)|"
+                     r"never (?:spoke|wrote|printed)|no line(?:s)? (?:yet|from)", li.text)
+    ]  # fmt: skip
+    spoke = [li for li in e.lines if not _bookkeeping(li)]
+    empty = not spoke and not e.errors and bool(e.probes)
+    if not (words or prompt or silent or empty):
+        return
+    if not (words or prompt) and e.errors:
+        return
+    why = "the trainer never spoke"
+    if prompt:
+        why += f": the session waits at “{prompt[0].text.strip()[:80]}”"
+    elif words:
+        why += ": " + words[0].line.text.strip()[:120]
+    yield e.found(
+        "run.not_started",
+        why,
+        [*words[:2], *prompt[:2], *silent[:1], *silent[-1:], *([] if words or prompt else
+         list(e.probes)[:2])],
+        "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
+        "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
+        "a run has nobody to answer prompts: give -y / --yes or remove the question",
+        confidence=0.9 if words or prompt else 0.7,
+    )  # fmt: skip
+
+
+def _bookkeeping(line: Line) -> bool:
+    return not line.text.strip() or line.tag in ("supervisor", "watch") or line.quiet or bool(
+        re.match(r"dflashctl\b|\[?(?:supervisor|watch|agent|launcher)\b", line.text)
+    )
+
+
+def interrupted(e: Evidence) -> Iterator[Finding]:
+    """Python's ``KeyboardInterrupt``, torchrun's ``Received 2 death signal`` / ``got signal: 2``,
+    exit 130, the supervisor's reason ``stopped``."""
+    if e.outcome.state == "finished":
+        return
+    at: list[Hit | Line | Probe] = []
+    at += e.search(
+        r"^\^C|\^CTraceback|^\s*\^C\s*$",
+        r"^KeyboardInterrupt\b",
+        r"Received (?:2|Signals\.SIGINT|SIGINT) death signal",
+        r"closing signal SIGINT",
+        r"got signal: 2\b",
+        r"\b(?:received|caught|got) (?:a )?(?:signal )?(?:SIGINT|2 \(SIGINT\)|Ctrl-?C|signal 2\b)",
+        r"\b(?:stop(?:ped)?|cancel+ed|interrupted|aborted|killed) by (?:a |the )?(?:user|person|operator|"
+        r"hand|request|dflashctl)",
+        r"\bstop (?:was )?requested|dflashctl\s+stop\b|slurmstepd: .*CANCELLED",
+        r'"event": ?"(?:stopped|stopping)"',
+    )
+    at = [a for a in at if not (isinstance(a, Hit) and e.recovered(a.line))]
+    record = e.outcome.exit
+    if record is not None and (
+        record.signal == 2 or 130 in (record.code, record.shell, *record.pipe)
+        or re.search(r"stop|interrupt|cancel", record.reason)
+    ):  # fmt: skip
+        at.append(record.line)
+    if at:
+        yield e.found(
+            "run.interrupted",
+            "the run was stopped by a person or by `stop`",
+            at[:4],
+            "nothing is broken: dflashctl launch resumes from the newest complete checkpoint\n"
+            "who stopped it: dflashctl status --json",
+            severity="fatal" if e.outcome.state != "running" else "info",
+            confidence=0.85,
+        )
+
+
+_SIGNALLED = (
+    r"exitcode\s*: ?-(\d{1,2})\b",
+    r"\(exitcode: -(\d{1,2})\)",
+    r"Signal (\d{1,2}) \(SIG\w+\) received",
+    r"process \d+ terminated with signal SIG(\w+)",
+    r"(?:exit(?:ed)?(?: code| status| with)?|rc|status)[ =:]+(?:code )?(13[0-9]|14[0-3])\b",
+    r"killed by signal:? ?\(?(\w+)|died with <Signals\.SIG(\w+)",
+    r"(?:received|caught) (?:SIG(TERM|KILL|HUP|SEGV|BUS|ABRT))",
+    r"Received (15|9|Signals\.SIGTERM) death signal|got signal: (15|9)\b",
+)
+_BARE = (
+    r"^(?:\S+: line \d+: +\d+ )?(Killed|Terminated|Segmentation fault|Bus error|Aborted|"
+    r"Illegal instruction|Floating point exception)(?: \(core dumped\))?(?:\s.*)?$",
+    r"^FatalPythonError|Fatal Python error: (\w+)",
+)
+
+
+def killed(e: Evidence) -> Iterator[Finding]:
+    """A signal ended it: torchrun ``exitcode : -9`` and ``Signal 9 (SIGKILL) received by PID``, the
+    shell's ``Killed`` or 128+N. Only what no other finding explains ends up as the root cause."""
+    if e.outcome.state in ("finished", "running"):
+        return
+    hits = [h for h in e.search(*_SIGNALLED, *_BARE) if not e.recovered(h.line)]
+    record = e.outcome.exit
+    number = record.signal if record is not None else None
+    at: list[Hit | Line] = list(hits)
+    if record is not None:
+        codes = [c for c in (record.code, record.shell, *record.pipe[:1]) if c and 128 < c < 160]
+        number = number or (codes[0] - 128 if codes else None)
+        if number:
+            at.append(record.line)
+    if number is None and hits:
+        number = _signal(hits[0])
+    silent = not at and e.outcome.alive is False and not e.errors and e.outcome.ended is None
+    if silent and e.outcome.last_step_line:
+        at += [p.lines[0] for p in e.probes.named("ps|proc|alive") if p.lines]
+    if at and number != 2:
+        name = SIGNAL_NAMES.get(number or 0, "a signal nobody recorded")
+        yield e.found(
+            "run.killed",
+            f"the run was ended by {name}, and nothing recorded says by whom",
+            at[:4],
+            "journalctl -k --since -2h | grep -i -e oom -e killed -e segfault   # on the host\n"
+            "in the container: last -x | head; journalctl -n 100; cat /sys/fs/cgroup/memory.events\n"
+            "a segfault: rerun with python -X faulthandler",
+            confidence=0.6,
+        )
+
+
+def _signal(hit: Hit) -> int | None:
+    from orchestrator.diag.probes import SIGNALS
+
+    words = {"Killed": 9, "Terminated": 15, "Segmentation": 11, "Segmentation fault": 11,
+             "Bus error": 7, "Bus": 7, "Aborted": 6, "Illegal instruction": 4, "Signals.SIGTERM": 15,
+             "Floating point exception": 8}  # fmt: skip
+    group = next((g for g in hit.match.groups() if g), "")
+    if group.isdigit():
+        return int(group) - 128 if int(group) > 128 else int(group)
+    return words.get(group) or SIGNALS.get(group)
+
+
+def masked(e: Evidence) -> Iterator[Finding]:
+    """``python train.py | tee log`` returns tee's code: 0 for a failed run without pipefail, tee's
+    1 or 141 for a good one. The record's ``pipestatus`` or the log's own last words disagree."""
+    record = e.outcome.exit
+    if record is None:
+        return
+    outer = record.shell if record.shell is not None else record.code
+    inner = record.pipe[0] if record.pipe else record.code if record.shell is not None else None
+    failures = [f for f in e.errors if f.line.source == "log" and f.headed and not e.recovered(f.line)]
+    said = e.outcome.ended
+    hidden = outer == 0 and (
+        inner not in (None, 0) or (record.code == 0 and (said is not None or bool(failures)))
+    )
+    done = e.outcome.done_line is not None
+    blamed = bool(outer) and (inner == 0 or (done and inner is None)) and done
+    if not (hidden or blamed):
+        return
+    last = [said] if said is not None else [f.line for f in failures[-1:]]
+    finish = [li for li in e.lines if li.number == e.outcome.done_line]
+    title = (
+        "the shell said 0, the trainer failed"
+        if hidden
+        else f"the trainer finished; the {outer} is the pipe's, not its own"
+    )
+    yield e.found(
+        "exit.masked",
+        title,
+        [record.line, *last, *finish[:1]],
+        "put `set -o pipefail` at the top of start_training.sh, or drop `| tee`:\n"
+        "dflashctl launch keeps log and exit code apart by itself",
+        confidence=0.9,
+        severity="fatal" if hidden else "warning",
+        lasting=True,
+    )
+
+
+def _tmux(hit: Hit) -> bool:
+    return "tmux" in hit.line.text or "tmux" in hit.line.source or "server" in hit.line.text
+
+
+def _lives(e: Evidence) -> bool:
+    if e.outcome.alive is not None:
+        return e.outcome.alive
+    silence = e.probes.silence
+    now, write = e.probes.now, e.probes.last_write
+    if now is not None and write is not None:
+        return now - write < 120
+    return silence is not None and silence[0] < 120
+
+
+RULES = (tmux_missing, tmux_socket, tmux_died, not_started, interrupted, killed, masked)

@@ -1,0 +1,211 @@
+"""Slow runs: against the run's own best, its predecessor and its plan; who waits for whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from statistics import median
+
+from orchestrator.diag.evidence import Evidence, Hit
+from orchestrator.diag.finding import Finding
+from orchestrator.diag.probes import Probe
+from orchestrator.diag.steps import Step
+from orchestrator.diag.text import Line
+
+STARVED = (
+    r"(?i)\b(?:drafters?|trainers?|consumers?|readers?)\b[^\n]{0,40}\b(?:starv\w+|waited|waits?|waiting|blocked|idle)\b[^\n]{0,40}"
+    r"\b(?:features?|target|hidden states|queue|batch(?:es)?|data|blocks?|input|ring)\b",
+    r"(?i)\b(?:queue|ring|buffer|prefetch)\b[^\n]{0,20}\b(?:empty|dry|underrun|starved)\b",
+    r"(?i)\b(?:ran|running|run) dry\b|\bunderrun\b",
+    r"(?i)\bdata[_ ]?(?:time|wait|load(?:ing|er)?(?: time)?)[ :=]+(\d+(?:\.\d+)?) ?s\b[^\n]*",
+    r"(?i)\bget (?:waited|blocked) (\d+(?:\.\d+)?) ?s",
+    r"(?i)waited? (\d+(?:\.\d+)?) ?s for (?:features|the target|data|a batch|batch|input|the loader|hidden)",
+)
+BACKPRESSURE = (
+    r"(?i)\b(?:put|push|enqueue|send|publish) (?:waited|blocked|waits)\b[^\n]*",
+    r"(?i)\b(?:queue|ring|buffer|slots?)\b[^\n]{0,20}\b(?:is |are |all )?full\b",
+    r"(?i)\btargets?\b[^\n]{0,40}\b(?:waited|waits?|waiting|blocked|idle|stalled)\b[^\n]{0,40}"
+    r"\b(?:slot|drafters?|reader|consumer|free|room|queue|ring)\b",
+    r"(?i)waiting for (?:a )?(?:free )?slots?|no free slots?|blocks? behind",
+    r"(?i)back-?pressure",
+)
+
+
+def collapse(e: Evidence) -> Iterator[Finding]:
+    """The last lines' median rate below half of the run's own best stretch, or below six tenths of
+    the predecessor's or the plan's. Warm-up, one slow line round a checkpoint, and a rate that came
+    back are healthy."""
+    rates = [(s, r) for s, r in e.series.rates() if r > 0 and s.number > e.outcome.attempt_line]
+    if len(rates) < 4:
+        rates = [(s, r) for s, r in e.series.rates() if r > 0]
+    if len(rates) < 3:
+        return
+    values = [r for _, r in rates]
+    now = median(values[-min(5, max(3, len(values) // 4)) :])
+    best, best_at = _best(rates)
+    unit = "tok/s" if rates[-1][0].tokens_per_s is not None else "steps/s"
+    if now < 0.5 * best and len(values) >= 6:
+        drop = next(
+            (s for i, (s, r) in enumerate(rates) if s.number > best_at.number
+             and all(v < 0.65 * best for v in values[i : i + 3])), rates[-1][0])  # fmt: skip
+        yield e.found(
+            "throughput.collapse",
+            f"the rate fell to {_round(now)} {unit}, {now / best:.0%} of this run's best {_round(best)}",
+            [best_at.line, drop.line, rates[-1][0].line],
+            _ADVICE,
+            severity="warning",
+            confidence=0.88,
+            lasting=True,
+        )
+        return
+    other = _predecessor(e, unit)
+    if other is not None and now < 0.62 * other[0]:
+        yield e.found(
+            "throughput.collapse",
+            f"{_round(now)} {unit}, {now / other[0]:.0%} of {other[2]}'s {_round(other[0])}",
+            [other[1], rates[0][0].line, rates[-1][0].line],
+            _ADVICE,
+            severity="warning",
+            confidence=0.85,
+            lasting=True,
+        )
+
+
+_ADVICE = (
+    "what changed? dflashctl env diff; dflashctl status (release, GPUs, data) of both runs\n"
+    "nvidia-smi -q -d PERFORMANCE,CLOCK   # clocks held down?  nvidia-smi pmon -c 1   # neighbours?\n"
+    "TORCH_LOGS=recompiles   # compiling all the time?  py-spy top --pid PID   # where it is"
+)
+
+
+def _best(rates: list[tuple[Step, float]]) -> tuple[float, Step]:
+    """The best median of three neighbours, so that one lucky line sets no standard."""
+    if len(rates) < 5:
+        step, rate = max(rates, key=lambda p: p[1])
+        return rate, step
+    windows = [(median(r for _, r in rates[i : i + 3]), rates[i + 1][0]) for i in range(len(rates) - 2)]
+    return max(windows, key=lambda w: w[0])
+
+
+def _round(rate: float) -> str:
+    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.3g}"
+
+
+_OTHER = re.compile(
+    r"(?i)predecessor|parent|previous(?: run)?|prior run|baseline|last run|before the (?:change|update)|reference run|"
+    r"\bplan(?:ned)?\b|expected (?:rate|throughput|tok)|compared (?:to|with)|same config"
+)
+
+
+def _predecessor(e: Evidence, unit: str) -> tuple[float, Line | Probe, str] | None:
+    number = r"(\d[\d,]*\.?\d*) ?([kKM])?\s?(?:tok(?:en)?s?\s?/\s?s\w*|tok/s|tps)|(?:tok_s|tokens_per_s\w*|tok/s|tps)\W{1,4}(\d[\d.,]*) ?([kKM])?"
+    if unit != "tok/s":
+        number = r"(\d+\.?\d*)()()() ?(?:it/s|steps/s)"
+    scale = {"k": 1e3, "K": 1e3, "M": 1e6}
+    for probe in e.probes:
+        if not (_OTHER.search(probe.key) or _OTHER.search(probe.text)):
+            continue
+        found = [_value(m, scale) for m in re.finditer(number, probe.text)]
+        if not found and _OTHER.search(probe.key):
+            found = [float(m) for m in re.findall(r"(?:median|best|mean|rate)\D{1,20}(\d[\d.]*)", probe.text)]
+        if isinstance(probe.value, (int, float)) and not isinstance(probe.value, bool):
+            found = [float(probe.value)]
+        if found:
+            return median(found), probe, "its predecessor" if not probe.key.startswith("plan") else "the plan"
+    for line in e.lines:
+        if _OTHER.search(line.text) and (m := re.search(number, line.text)) is not None:
+            if not any(s.line is line for s in e.series.steps):
+                return _value(m, scale), line, "its predecessor"
+    return None
+
+
+def _value(match: re.Match[str], scale: dict[str, float]) -> float:
+    digits, unit = (match[1], match[2]) if match[1] else (match[3], match[4])
+    try:
+        return float(digits.replace(",", "").rstrip(".")) * scale.get(unit or "", 1.0)
+    except ValueError:
+        return 0.0
+
+
+def starved(e: Evidence) -> Iterator[Finding]:
+    """Drafters wait: high drafter idle share, empty queue; or the loader cannot keep up."""
+    shares, waits = _waits(e)
+    if waits == "full":
+        return
+    said = [h for h in e.search(*STARVED) if _seconds(h) is None or (_seconds(h) or 0) >= 1.0]
+    said = [h for h in said if not _stage_of(h, "target") and not re.search(r"(?i)not empty|never|no longer", h.line.text)]
+    mostly = len(said) >= 3 or any((_seconds(h) or 0) >= 5 for h in said)
+    if not (shares == "starved" or (mostly and shares != "backpressure")):
+        return
+    data = any(re.search(r"(?i)\bdata|loader|disk|nfs", h.line.text) for h in said)
+    steps = _idle_steps(e)[-2:]
+    yield e.found(
+        "throughput.starved",
+        "the drafters wait for " + ("data: the loader cannot keep up" if data else "the target's features"),
+        [*(s.line for s in steps), *said[:2], *said[-1:]],
+        ("more loader workers, data on a local disk, tokenize beforehand; iostat -x 5 on the host\n" if data else "")
+        + "more target devices or fewer drafters (pipeline.plan); a larger target batch\n"
+        "is a target GPU slow or shared? nvidia-smi pmon -c 1; nvidia-smi -q -d CLOCK",
+        severity="warning",
+        confidence=0.86,
+        lasting=True,
+    )  # fmt: skip
+
+
+def backpressure(e: Evidence) -> Iterator[Finding]:
+    """The target waits for drafters: high target idle share, a full queue, ``put waited … (ring
+    full)``; the slowest reader holds the ring for all, so other drafters may be idle as well."""
+    shares, waits = _waits(e)
+    said = [h for h in e.search(*BACKPRESSURE) if _seconds(h) is None or (_seconds(h) or 0) >= 1.0]
+    full = len(said) >= 3 or any((_seconds(h) or 0) >= 5 for h in said)
+    if not (shares == "backpressure" or (full and shares != "starved")):
+        return
+    slow = re.search(r"(?i)\b(?:reader|drafter|consumer)[- _]?(\d+)[^\n]*behind|slowest\D{0,20}(\d+)",
+                     " ".join(h.line.text for h in said))  # fmt: skip
+    who = (slow[1] or slow[2]) if slow else ""
+    cause = [h for h in e.search(rf"(?i)\[?drafter[- _]?{who}\]?\b[^\n]*(?:\d+(?:\.\d+)? ?s|offload|cpu|slow)") if who]
+    own = [li for li in e.lines if who and li.tag == f"drafter-{who}"]
+    steps = _idle_steps(e)[-2:]
+    yield e.found(
+        "throughput.backpressure",
+        "the target waits for " + (f"drafter {who}, the slowest reader" if who else "the drafters"),
+        [*(s.line for s in steps), *said[:2], *said[-1:], *cause[:1], *own[:2]],
+        "more drafter devices or fewer targets (pipeline.plan); fewer anchors or layers\n"
+        "one slow drafter holds all: its GPU's clocks, its optimizer on the CPU, a recompile?\n"
+        "py-spy top --pid PID; nvidia-smi dmon -s pucm -c 5",
+        severity="warning",
+        confidence=0.86,
+        lasting=True,
+    )
+
+
+def _waits(e: Evidence) -> tuple[str, str]:
+    """Verdict of the idle shares of the last lines, and of words about full rings."""
+    steps = _idle_steps(e)[-8:]
+    verdict = ""
+    if len(steps) >= 3:
+        target = median(s.target_idle or 0.0 for s in steps)
+        drafter = median(s.drafter_idle or 0.0 for s in steps)
+        if drafter >= 0.35 and drafter > 2 * target:
+            verdict = "starved"
+        elif target >= 0.35 and target > 2 * drafter:
+            verdict = "backpressure"
+    full = [h for h in e.search(*BACKPRESSURE[:2]) if (_seconds(h) or 2) >= 1]
+    empty = e.search(STARVED[1])
+    return verdict, "full" if len(full) > max(2, len(empty)) else ""
+
+
+def _idle_steps(e: Evidence) -> list[Step]:
+    return [s for s in e.series.steps if s.target_idle is not None or s.drafter_idle is not None]
+
+
+def _seconds(hit: Hit) -> float | None:
+    match = re.search(r"(\d+(?:\.\d+)?) ?s(?:ec(?:onds)?)?\b", hit.line.text)
+    return float(match[1]) if match else None
+
+
+def _stage_of(hit: Hit, stage: str) -> bool:
+    return hit.line.tag.startswith(stage)
+
+
+RULES = (collapse, starved, backpressure)
