@@ -142,9 +142,16 @@ def tile_lists(seen: Visible, length: int, tile: int = TILE) -> TileLists:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts, and the chosen columns first, in rising order (a stable sort keeps it)."""
+    """Counts, and the chosen columns first, in rising order (a stable sort keeps it).
+
+    Contiguous by order: flex_attention's kernels step through the last axis by one, whatever its
+    stride, and a sort returns the strides of what it was given (here a transpose).
+    """
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
-    return chosen.sum(-1).int()[:, None], order.int()[:, None]
+    return (
+        chosen.sum(-1).to(torch.int32, memory_format=torch.contiguous_format)[:, None],
+        order.to(torch.int32, memory_format=torch.contiguous_format)[:, None],
+    )
 
 
 def block_mask(seen: Visible, length: int, lists: TileLists, tile: int = TILE) -> BlockMask:
