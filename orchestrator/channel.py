@@ -81,13 +81,14 @@ class AgentChannel:
         self._heard = time.monotonic()
         self._busy = False
         """The reading thread waits for one of our own readers: silence proves nothing then."""
-        self._send_raw(self._header(b"" if trusted else bundle.data))
         self._threads = [
             threading.Thread(target=target, daemon=True, name=f"{host}/{ct} {target.__name__}")
-            for target in (self._read, self._drain, self._watch)
+            for target in (self._drain, self._read, self._watch)
         ]
         for thread in self._threads:
             thread.start()
+        # After the readers: a noisy shell may fill its output before it reads a byte of ours.
+        self._send_raw(self._header(b"" if trusted else bundle.data))
 
     def __enter__(self) -> AgentChannel:
         return self
@@ -291,7 +292,7 @@ class AgentChannel:
         """The output ended: before the agent spoke, or under it."""
         status = self._link.status(timeout=2.0)
         # The error stream ends with the output; its last words may still be on their way.
-        self._threads[1].join(timeout=1.0)
+        self._threads[0].join(timeout=1.0)
         stderr = self._stderr.decode(errors="replace")
         if self._hello is None:
             noise = self._noise.decode(errors="replace")
