@@ -1,0 +1,44 @@
+"""``dflashctl report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli import output
+from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
+from orchestrator.cli.session import open_session
+from orchestrator.errors import UsageError
+from orchestrator.report.gather import gather
+from orchestrator.report.page import render
+
+
+def report(
+    runs: Runs = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Where to; default: ./RUN.html.", show_default=False),
+    ] = None,
+    inventory: InventoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a run as one self-contained HTML page: curves, events, findings, last lines."""
+    with open_session(inventory) as session:
+        ref = session.one_run(runs, host, ct)
+        record = gather(session.fleet.container(ref.target), ref)
+    run_id = str(record.summary["run_id"])
+    path = (file or Path(f"{run_id}.html")).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(record), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", run_id=run_id) from None
+    if as_json:
+        place = {key: record.summary[key] for key in ("run_id", "host", "ct", "state")}
+        output.emit({**place, "file": str(path), "steps": len(record.steps)})
+    else:
+        output.say(f"wrote {path} ({len(record.steps)} steps, {len(record.events)} events)")

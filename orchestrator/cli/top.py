@@ -1,0 +1,91 @@
+"""``dflashctl top``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from orchestrator.alarm import DROP
+from orchestrator.cli import output
+from orchestrator.cli.options import CtOption, HostOption, InventoryOption, Targets
+from orchestrator.cli.session import open_session
+from orchestrator.errors import UsageError
+from orchestrator.target import everything
+from orchestrator.top import BARS, PLAIN_BARS, Board, Line, frame
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+FRAME_S = 0.5
+FIRST_S = 20.0
+
+
+def top(
+    targets: Targets = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = None,
+) -> None:
+    """Show every run live: state, step, tokens a second, ETA, GPU use, alarms.
+
+    Ctrl-C leaves. Into a pipe it prints one frame.
+    """
+    with open_session(inventory, ask=False) as session:
+        chosen = session.targets(targets, host, ct) or everything(session.inventory)
+        if not chosen:
+            newest = session.state.newest()
+            chosen = [newest.target] if newest else []
+        if not chosen:
+            raise UsageError(
+                "the inventory is empty, and no container was named",
+                next_step="give --host H --ct N, or write an inventory: dflashctl init",
+            )
+        board = Board(session.fleet, chosen, drop=DROP)
+        board.start()
+        try:
+            if sys.stdout.isatty():
+                _live(board)
+            else:
+                board.wait_for_all(FIRST_S)
+                for line in _frame(board):
+                    output.say(line.text)
+        finally:
+            board.stop()
+
+
+def _frame(board: Board) -> list[Line]:
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return frame(
+        board.rows,
+        board.alarms,
+        shutil.get_terminal_size().columns,
+        time.strftime("%H:%M:%S"),
+        bars=BARS if unicode else PLAIN_BARS,
+    )
+
+
+def _live(board: Board) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_styled(_frame(board), console.height), refresh=True)
+            board.wait(FRAME_S)
+
+
+def _styled(lines: list[Line], height: int) -> Text:
+    from rich.text import Text
+
+    shown = lines if len(lines) <= height else [*lines[: height - 1], Line("…")]
+    text = Text(no_wrap=True, overflow="crop")
+    for number, line in enumerate(shown):
+        part = Text(("\n" if number else "") + line.text)
+        for start, end, style in line.styles:
+            shift = 1 if number else 0
+            part.stylize(style, start + shift, end + shift)
+        text.append_text(part)
+    return text

@@ -1,0 +1,287 @@
+"""The dashboard: every run of every container, as rows of text. Pure but for :class:`Board`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.alarm import Notice, Throughput, Watched
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import DflashctlError, UnreachableError
+from orchestrator.fleet import Fleet
+from orchestrator.run import RunSummary
+from orchestrator.target import Target
+from orchestrator.watch import BACKOFF_S, KEPT, SEED_LINES, read_metrics
+from trainer.telemetry import StepLine, compact, duration
+
+EVERY_S = 3.0
+# The newest runs of a container; one that lives is always among them.
+PER_CONTAINER = 5
+ALARMS_SHOWN = 8
+BARS = "▁▂▃▄▅▆▇█"
+PLAIN_BARS = "_.-=+*#@"
+
+# Name, width at 80 columns, share of what is wider than that.
+COLUMNS = (
+    ("RUN", 20, 4),
+    ("WHERE", 10, 2),
+    ("STATE", 9, 1),
+    ("STEP", 11, 1),
+    ("TOK/S", 6, 0),
+    ("", 7, 4),
+    ("ETA", 6, 0),
+    ("GPU", 4, 0),
+)
+COLOURS = {
+    "training": "green",
+    "compiling": "cyan",
+    "starting": "cyan",
+    "stalled": "bold red",
+    "failed": "red",
+    "unreachable": "yellow",
+}
+
+
+@dataclass
+class Row:
+    """One run, or a container that has none or does not answer."""
+
+    where: str
+    watched: Watched = field(default_factory=Watched)
+    run_id: str | None = None
+    rates: list[float] = field(default_factory=list)
+    gpu: float | None = None
+    """Mean utilization of the container's GPUs, in percent."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.run_id is not None and not self.watched.is_over
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the frame: its text, and the style of (start, end) parts of it."""
+
+    text: str
+    styles: tuple[tuple[int, int, str], ...] = ()
+
+
+def frame(
+    rows: Sequence[Row], alarms: Sequence[str], width: int, clock: str, *, bars: str = BARS
+) -> list[Line]:
+    """The whole screen: a heading, a line a run, the newest alarms; none wider than ``width``."""
+    states = Counter(row.watched.state for row in rows if row.run_id)
+    counts = ", ".join(f"{n} {state}" for state, n in sorted(states.items())) or "no runs"
+    lines = [Line(fit(f"dflashctl top  {clock}  {counts}", width), ((0, 13, "bold"),)), Line("")]
+    widths = column_widths(width)
+    heads = [name for name, _, _ in COLUMNS]
+    lines.append(Line(_join(heads, widths), ((0, width, "bold"),)))
+    for row in sorted(rows, key=_order):
+        lines.append(_row(row, widths, bars))
+    if alarms:
+        lines += [Line(""), Line("alarms", ((0, 6, "bold"),))]
+        lines += [
+            Line(fit(text, width), ((0, width, "yellow"),)) for text in alarms[-ALARMS_SHOWN:]
+        ]
+    return lines
+
+
+def column_widths(width: int) -> list[int]:
+    """Widths that fill ``width``; below 80 the first column gives way."""
+    base = [w for _, w, _ in COLUMNS]
+    spare = width - sum(base) - (len(base) - 1)
+    if spare < 0:
+        return [max(8, base[0] + spare), *base[1:]]
+    shares = [share for _, _, share in COLUMNS]
+    return [w + spare * share // sum(shares) for w, share in zip(base, shares, strict=True)]
+
+
+def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
+    """The last ``width`` values as bars from zero to the greatest of them."""
+    shown = [v for v in values if v >= 0][-width:]
+    top = max(shown, default=0.0)
+    if not top > 0:
+        return ""
+    return "".join(bars[min(len(bars) - 1, int(v / top * len(bars)))] for v in shown)
+
+
+def fit(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def fit_run(run_id: str, width: int) -> str:
+    """A run id keeps its end, which tells it from the others."""
+    if len(run_id) <= width:
+        return run_id
+    end = min(11, width // 2)
+    return f"{run_id[: width - end - 1]}…{run_id[-end:]}"
+
+
+def _order(row: Row) -> tuple[bool, bool, str, str]:
+    summary = row.watched.summary
+    created = -(summary.created or 0.0) if summary else 0.0
+    return (not row.is_live, row.run_id is None, row.where, f"{created:020.3f}")
+
+
+def _row(row: Row, widths: list[int], bars: str) -> Line:
+    watched, summary = row.watched, row.watched.summary
+    live = summary is not None and not summary.is_over
+    cells = [""] * len(COLUMNS)
+    cells[0] = fit_run(row.run_id, widths[0]) if row.run_id else "-"
+    cells[1] = fit(row.where, widths[1])
+    cells[2] = watched.state if row.run_id or watched.unreachable else "idle"
+    if summary is not None and summary.step is not None:
+        cells[3] = f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step)
+    if live and summary is not None and summary.tokens_per_s is not None:
+        cells[4] = compact(summary.tokens_per_s)
+    cells[5] = sparkline(row.rates, widths[5], bars)
+    if live and watched.eta_s is not None:
+        cells[6] = duration(watched.eta_s)
+    if row.gpu is not None:
+        cells[7] = f"{row.gpu:.0f}%"
+    start = widths[0] + widths[1] + 2
+    style = COLOURS.get(cells[2], "dim")
+    slow = ((start + widths[2] + widths[3] + 2, start + sum(widths[2:6]) + 3, "bold yellow"),)
+    styles = ((start, start + widths[2], style), *(slow if watched.throughput.is_slow else ()))
+    return Line(_join([fit(c, w) for c, w in zip(cells, widths, strict=True)], widths), styles)
+
+
+def _join(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return " ".join(f"{c:<{w}}" for c, w in zip(cells, widths, strict=True)).rstrip()
+
+
+@dataclass(frozen=True)
+class _Answer:
+    target: Target
+    runs: tuple[RunSummary, ...] = ()
+    past: dict[str, list[StepLine]] = field(default_factory=dict)
+    gpu: float | None = None
+    error: DflashctlError | None = None
+
+
+class Board:
+    """Asks every container again and again, one thread each, and keeps their rows."""
+
+    def __init__(self, fleet: Fleet, targets: Sequence[Target], *, drop: float) -> None:
+        self.alarms: list[str] = []
+        self._fleet = fleet
+        self._targets = targets
+        self._drop = drop
+        self._rows: dict[str, dict[str | None, Row]] = {}
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._crowd = Counter(target.host.name for target in targets)
+
+    def start(self) -> None:
+        for target in self._targets:
+            threading.Thread(
+                target=self._ask_on, args=(target,), daemon=True, name=f"top {target.name}"
+            ).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for rows in self._rows.values() for row in rows.values()]
+
+    def wait(self, seconds: float) -> None:
+        """Take in whatever is answered within ``seconds``."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            try:
+                self._take(self._answers.get(timeout=left))
+            except queue.Empty:
+                return
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Until every container was heard of once, or did not answer within ``seconds``."""
+        until = time.monotonic() + seconds
+        while len(self._rows) < len(self._targets) and time.monotonic() < until:
+            self.wait(min(0.05, max(0.0, until - time.monotonic())))
+
+    def _take(self, answer: _Answer) -> None:
+        name = answer.target.name
+        rows = self._rows.setdefault(name, {})
+        if answer.error is not None:
+            for row in [r for r in rows.values() if r.is_live] or [self._bare(name, rows)]:
+                self._tell(row, row.watched.miss(answer.error))
+            return
+        runs = [run for run in answer.runs if not run.is_over] or list(answer.runs[:1])
+        kept: dict[str | None, Row] = {
+            run.run_id: rows.get(run.run_id) or self._new(name, run.run_id) for run in runs
+        }
+        self._rows[name] = kept or {None: self._new(name, None)}
+        for run in runs:
+            row = kept[run.run_id]
+            past = answer.past.get(run.run_id)
+            if past is not None:
+                row.rates = [line.tokens_per_s or 0.0 for line in past]
+                self._tell(row, row.watched.seed(past))
+            elif run.step != (row.watched.summary.step if row.watched.summary else None):
+                row.rates = [*row.rates, run.tokens_per_s or 0.0][-SEED_LINES:]
+            self._tell(row, row.watched.feed(run))
+            row.gpu = answer.gpu
+
+    def _new(self, where: str, run_id: str | None) -> Row:
+        return Row(where, Watched(Throughput(drop=self._drop)), run_id)
+
+    def _bare(self, name: str, rows: dict[str | None, Row]) -> Row:
+        return rows.setdefault(None, self._new(name, None))
+
+    def _tell(self, row: Row, notices: list[Notice]) -> None:
+        stamp = time.strftime("%H:%M:%S")
+        self.alarms += [
+            f"{stamp} {row.run_id or row.where}: {n.text}" for n in notices if n.is_alarm
+        ]
+
+    # In the threads
+
+    def _ask_on(self, target: Target) -> None:
+        kept = self._crowd[target.host.name] <= KEPT
+        channel: AgentChannel | None = None
+        seen: set[str] = set()
+        misses = 0
+        while not self._over.is_set():
+            try:
+                channel = channel or self._fleet.container(target)
+                self._answers.put(_ask(channel, target, seen))
+                misses, pause = 0, EVERY_S
+                if not kept:
+                    channel.close()
+                    channel = None
+            except DflashctlError as error:
+                self._answers.put(_Answer(target, error=error))
+                if channel is not None:
+                    self._fleet.drop(channel)
+                    channel = None
+                pause = BACKOFF_S[min(misses, len(BACKOFF_S) - 1)]
+                misses += 1
+            self._over.wait(pause)
+
+
+def _ask(channel: AgentChannel, target: Target, seen: set[str]) -> _Answer:
+    listing = channel.request("run.list", limit=PER_CONTAINER)
+    cards = channel.request("gpu.processes")
+    runs = tuple(RunSummary.model_validate(run) for run in listing.result()["runs"])
+    fresh = [run.run_id for run in runs if run.run_id not in seen]
+    past = {run_id: read_metrics(channel, run_id, SEED_LINES) for run_id in fresh}
+    seen.update(fresh)
+    try:
+        gpu = mean_use(cards.result())
+    except UnreachableError:
+        # No nvidia-smi, or one that hangs, takes nothing from the rest.
+        gpu = None
+    return _Answer(target, runs, past, gpu)
+
+
+def mean_use(answer: dict[str, Any]) -> float | None:
+    """The mean utilization in the agent's ``gpu.processes``; None where there is no GPU."""
+    shares = [gpu.get("utilization") for gpu in answer.get("gpus") or []]
+    known = [float(share) for share in shares if isinstance(share, int | float)]
+    return sum(known) / len(known) if known else None
