@@ -24,6 +24,10 @@ class Process(NamedTuple):
     """Clock ticks since boot."""
     rss_pages: int
     name: str
+    terminal: str
+    """``pts/3``, or ``?``."""
+    cpu_ticks: int
+    """User and system time."""
 
 
 def read(pid: int) -> Process | None:
@@ -43,7 +47,16 @@ def read(pid: int) -> Process | None:
         start=int(rest[19]),
         rss_pages=int(rest[21]),
         name=text[opening + 1 : closing].decode("utf-8", "replace"),
+        terminal=_terminal(int(rest[4])),
+        cpu_ticks=int(rest[11]) + int(rest[12]),
     )
+
+
+def _terminal(device: int) -> str:
+    major, minor = os.major(device), os.minor(device)
+    if 136 <= major <= 143:
+        return f"pts/{minor + 256 * (major - 136)}"
+    return f"tty{minor}" if major == 4 else "?"
 
 
 def alive(pid: int, start: int) -> bool:

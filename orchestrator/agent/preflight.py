@@ -1,0 +1,253 @@
+"""``preflight``: what must hold before a run may start, looked at all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import tempfile
+import time
+from functools import cache, partial
+from typing import Any
+
+from orchestrator.agent.looking import Failed, Look, at_once, command
+from orchestrator.agent.program import which
+from orchestrator.agent.serve import Request
+
+LIMIT_S = 10.0
+MINIMUM_PYTHON = (3, 10)
+FREE_BYTES = 1 << 30
+"""Below this on the work folder no run is worth starting: one checkpoint is more."""
+SHM_BYTES = 1 << 30
+"""Docker's and LXC's small defaults (64 MB) stop data loaders and NCCL."""
+MEMORY_BYTES = 1 << 30
+OPEN_FILES = 4096
+LOCKED_BYTES = 64 << 20
+
+# Distributions are asked by their metadata: importing torch takes seconds.
+_ASK = """
+import importlib.metadata as m, importlib.util as u, json, sys
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return "" if u.find_spec(name) else None
+print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.executable,
+    "modules": {n: version(n) for n in sys.argv[1:]}}))
+"""
+
+
+class Bad(Exception):
+    """A check that did not hold: the words and what was measured."""
+
+    def __init__(self, words: str, value: Any) -> None:
+        super().__init__(words)
+        self.value = value
+
+
+def preflight(request: Request) -> dict[str, Any]:
+    workdir = request.paths.workdir
+    modules = [name for name in request.get("modules", list, []) if isinstance(name, str)]
+
+    # Two checks read the one answer; whoever comes second waits for the first.
+    @cache
+    def interpreter() -> dict[str, Any]:
+        return _interpreter(request.get("python", str, "python3"), modules)
+
+    looks = {
+        "python": lambda: _python(interpreter()),
+        "modules": lambda: _modules(interpreter()),
+        "tmux": _tmux,
+        "disk": partial(_disk, workdir, request.get("release_bytes", int, 0)),
+        "shm": _shm,
+        "limits": _limits,
+        "memory": _memory,
+        "locale": _locale,
+        "clock": lambda: {"time": time.time()},
+        "gpu": partial(_gpu, [str(one) for one in request.get("gpus", list, [])]),
+        "cpu": _cpu,
+        "workdir": partial(_workdir, workdir),
+        "runs": partial(_runs, request),
+    }
+    checks: dict[str, Any] = {}
+
+    def tell(name: str, look: Look) -> None:
+        answer: dict[str, Any] = {"ok": look.ok, "seconds": look.seconds}
+        if isinstance(look.value, _Verdict):
+            answer |= {"ok": False, "error": look.value.words, "value": look.value.value}
+        elif look.ok:
+            answer["value"] = look.value
+        else:
+            answer["error"] = look.error
+        checks[name] = answer
+
+    at_once({name: partial(_judged, look) for name, look in looks.items()}, LIMIT_S, tell)
+    return {"checks": checks}
+
+
+class _Verdict:
+    def __init__(self, words: str, value: Any) -> None:
+        self.words = words
+        self.value = value
+
+
+def _judged(look: Any) -> Any:
+    try:
+        return look()
+    except Bad as bad:
+        return _Verdict(str(bad), bad.value)
+
+
+def _interpreter(python: str, modules: list[str]) -> dict[str, Any]:
+    path = python if "/" in python else which(python) or python
+    text = command([path, "-c", _ASK, *modules], LIMIT_S, check=True)
+    answer: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return answer
+
+
+def _python(answer: dict[str, Any]) -> dict[str, Any]:
+    value = {"version": ".".join(map(str, answer["version"])), "path": answer["path"]}
+    if tuple(answer["version"]) < MINIMUM_PYTHON:
+        raise Bad(f"Python {value['version']} is older than 3.10", value)
+    return value
+
+
+def _modules(answer: dict[str, Any]) -> dict[str, Any]:
+    found = {name: version for name, version in answer["modules"].items() if version is not None}
+    missing = [name for name in answer["modules"] if name not in found]
+    if missing:
+        words = f"{answer['path']} has no {', '.join(missing)}"
+        raise Bad(words, {"found": found, "missing": missing})
+    return {"found": found, "missing": []}
+
+
+def _tmux() -> dict[str, Any]:
+    path = which("tmux")
+    if path is None:
+        raise Failed("there is no tmux")
+    return {"path": path, "version": command([path, "-V"], LIMIT_S).removeprefix("tmux ")}
+
+
+def _disk(workdir: str, release_bytes: int) -> dict[str, Any]:
+    usage = shutil.disk_usage(_existing(workdir))
+    inodes = os.statvfs(_existing(workdir)).f_favail
+    value = {"path": workdir, "free": usage.free, "total": usage.total, "free_inodes": inodes}
+    if usage.free < FREE_BYTES + 2 * release_bytes:
+        raise Bad(f"{workdir} has only {usage.free / 1e9:.1f} GB left", value)
+    if os.statvfs(_existing(workdir)).f_files and inodes < 10_000:
+        raise Bad(f"{workdir} has only {inodes} inodes left", value)
+    return value
+
+
+def _existing(path: str) -> str:
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _shm() -> dict[str, Any]:
+    usage = shutil.disk_usage("/dev/shm")
+    value = {"free": usage.free, "total": usage.total}
+    if usage.free < SHM_BYTES:
+        raise Bad(f"/dev/shm has only {usage.free / 1e6:.0f} MB free", value)
+    return value
+
+
+def _limits() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    low = []
+    for name, number, wanted in (
+        ("open_files", resource.RLIMIT_NOFILE, OPEN_FILES),
+        ("locked_memory", resource.RLIMIT_MEMLOCK, LOCKED_BYTES),
+    ):
+        _, hard = resource.getrlimit(number)
+        value[name] = None if hard == resource.RLIM_INFINITY else hard
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            low.append(f"{name.replace('_', ' ')} is limited to {hard}")
+    if low:
+        raise Bad(", ".join(low), value)
+    return value
+
+
+def _memory() -> dict[str, Any]:
+    limit = _first_number("memory.max", "memory/memory.limit_in_bytes")
+    used = _first_number("memory.current", "memory/memory.usage_in_bytes")
+    with open("/proc/meminfo") as file:
+        rows = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
+    value: dict[str, Any] = {"total": rows["MemTotal"], "available": rows["MemAvailable"]}
+    # Version 1 writes "no limit" as the largest number of pages.
+    if limit is not None and limit < rows["MemTotal"]:
+        cached = min(rows.get("Cached", 0), used or 0)
+        value |= {"limit": limit, "used": used}
+        value["available"] = min(value["available"], limit - (used or 0) + cached)
+    if value["available"] < MEMORY_BYTES:
+        raise Bad(f"only {value['available'] / 1e9:.1f} GB of memory are available", value)
+    return value
+
+
+def _first_number(*names: str) -> int | None:
+    for name in names:
+        try:
+            with open(f"/sys/fs/cgroup/{name}") as file:
+                return int(file.read())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _locale() -> dict[str, Any]:
+    with open("/proc/self/environ", "rb") as file:
+        pairs = dict(pair.partition(b"=")[::2] for pair in file.read().split(b"\0"))
+    names = (b"LC_ALL", b"LC_CTYPE", b"LANG")
+    effective = next((pairs[name] for name in names if pairs.get(name)), b"").decode()
+    value = {"effective": effective}
+    if "utf8" not in effective.lower().replace("-", ""):
+        raise Bad(f"no UTF-8 locale ({effective or 'none is set'})", value)
+    return value
+
+
+def _gpu(wanted: list[str]) -> dict[str, Any]:
+    if not wanted and which("nvidia-smi") is None:
+        return {"wanted": [], "visible": []}
+    from orchestrator.agent.gpu import cards
+
+    visible = cards(LIMIT_S)
+    names = {str(card["index"]) for card in visible} | {card["uuid"] for card in visible}
+    value = {"wanted": wanted, "visible": visible}
+    missing = [one for one in wanted if one not in names]
+    if missing:
+        words = f"GPU {', '.join(missing)} is not visible here ({len(visible)} are)"
+        raise Bad(words, value)
+    return value
+
+
+def _cpu() -> dict[str, Any]:
+    cores: float = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            cores = min(cores, int(quota) / int(period))
+    except (OSError, ValueError):
+        pass
+    return {"cores": cores, "load": os.getloadavg()[0]}
+
+
+def _workdir(workdir: str) -> dict[str, Any]:
+    folder = _existing(workdir)
+    value = {"path": workdir, "exists": folder == workdir}
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=".dflashctl-", dir=folder)
+    except OSError as error:
+        raise Bad(f"{folder} cannot be written: {error.strerror}", value) from error
+    os.close(descriptor)
+    os.unlink(path)
+    return value
+
+
+def _runs(request: Request) -> dict[str, Any]:
+    from orchestrator.agent.status import live_runs
+
+    live = [record.get("run_id") for record in live_runs(request.paths)]
+    if live:
+        raise Bad(f"running here already: {', '.join(map(str, live))}", {"live": live})
+    return {"live": []}

@@ -1,0 +1,250 @@
+"""``probe``: what ``diag`` reads beside the log, as text named like the command that prints it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from orchestrator.agent import process
+from orchestrator.agent.files import read_record
+from orchestrator.agent.looking import Failed, Look, at_once, command, text_of
+from orchestrator.agent.program import boot_id, which
+from orchestrator.agent.protocol import PROBES, AgentError
+from orchestrator.agent.serve import Request
+from orchestrator.paths import RunPaths
+
+COMMANDS = {
+    "uptime": "uptime",
+    "nvidia_smi": "nvidia-smi --query-gpu=index,name,memory.used,memory.total,utilization.gpu,"
+    "temperature.gpu,clocks.sm --format=csv",
+    "nvidia_smi_L": "nvidia-smi -L",
+    "nvidia_smi_q": "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK,POWER",
+    "nvidia_smi_topo": "nvidia-smi topo -m",
+    "df": "df -h",
+    "inodes": "df -i",
+    "shm": "df -h /dev/shm",
+    "free": "free -h",
+    "nproc": "nproc",
+    "ip_addr": "ip -o addr",
+    "dmesg": "dmesg",
+}
+FILES = {
+    "proc_driver": "/proc/driver/nvidia/version",
+    "mounts": "/proc/self/mounts",
+    "loadavg": "/proc/loadavg",
+}
+WANTED = ("python3", "python", "tmux", "gcc", "cc", "clang", "nvidia-smi", "git", "py-spy")
+"""``which``: what a run or its diagnosis may need."""
+
+_VARIABLES = (
+    *("NCCL", "TORCH", "CUDA", "PYTORCH", "OMP", "MKL", "TRITON", "HF_", "LD_", "PATH", "TZ"),
+    *("PYTHON", "NVIDIA", "GLOO", "TMPDIR", "DFLASH", "MASTER", "WORLD", "RANK"),
+)
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")
+
+
+class Scene(NamedTuple):
+    """What the looks are about."""
+
+    run: RunPaths | None
+    """Null without a run to ask about."""
+    python: str
+    ct: int | None
+    pve_root: str
+    limit_s: float
+
+
+def probe(request: Request) -> dict[str, Any]:
+    side = request.get("side", str, "container")
+    if side not in PROBES:
+        raise AgentError("request.invalid", f"no such side: {side!r}", field="side")
+    run = None
+    if request.get("run_id", str) is not None:
+        from orchestrator.agent.status import find
+
+        run = find(request)
+    scene = Scene(
+        run=run,
+        python=request.get("python", str, "python3"),
+        ct=request.get("ct", int),
+        pve_root=request.get("pve_root", str, "/etc/pve"),
+        limit_s=request.get("timeout_s", (int, float), 3.0),
+    )
+    looks = _looks(side, scene)
+    names = request.get("names", list) or list(PROBES[side])
+    unknown = [name for name in names if name not in looks]
+    if unknown:
+        raise AgentError("request.invalid", f"no such probes: {unknown}", field="names")
+    results: dict[str, Any] = {}
+
+    def tell(name: str, look: Look) -> None:
+        results[name] = _as_answer(look)
+        request.send({"probe": name, **results[name]})
+
+    at_once({name: looks[name] for name in names}, scene.limit_s, tell)
+    return {"probes": results}
+
+
+def _as_answer(look: Look) -> dict[str, Any]:
+    """``text`` is what a person would have seen: of a failed look, why."""
+    answer: dict[str, Any] = {"ok": look.ok, "seconds": look.seconds}
+    if look.ok:
+        answer["text"] = look.value if isinstance(look.value, str) else None
+        answer["value"] = look.value
+    else:
+        answer |= {"text": look.error, "value": None, "error": look.error}
+    return answer
+
+
+def _looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
+    if side == "host":
+        from orchestrator.agent.host import looks
+
+        return looks(scene)
+    found: dict[str, Callable[[], Any]] = {
+        name: partial(command, line.split(), scene.limit_s) for name, line in COMMANDS.items()
+    }
+    found |= {name: partial(text_of, path) for name, path in FILES.items()}
+    found |= {
+        "now": lambda: time.strftime("%Y-%m-%d %H:%M:%S"),
+        "date": lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "boot_id": lambda: _boot_ids(scene.run),
+        "ls_dev": lambda: list_devices(scene.limit_s),
+        "tmux": lambda: _tmux(scene),
+        "ps": lambda: process_table(),
+        "memory_events": lambda: control_group("memory.events", "memory/memory.oom_control"),
+        "cgroup_events": lambda: control_group("cgroup.events", "freezer/freezer.state"),
+        "memory": _memory,
+        "ulimits": lambda: text_of(f"/proc/{_pid(scene.run) or 'self'}/limits"),
+        "ulimit_l": lambda: _locked_memory(scene.run),
+        "locale": _locale,
+        "env": lambda: _environment(scene.run),
+        "which": lambda: "\n".join(which(name) or f"{name}: not found" for name in WANTED),
+        "exit_record": lambda: read_record(scene.run.exit) if scene.run else None,
+        "last_log_write": lambda: _last_write(scene.run),
+        "pip_list": lambda: _packages(scene),
+        "pip_check": lambda: command([scene.python, "-m", "pip", "check"], scene.limit_s),
+    }
+    return found
+
+
+def _boot_ids(run: RunPaths | None) -> dict[str, str | None]:
+    record = (read_record(run.record) if run else None) or {}
+    return {"at_start": record.get("boot_id"), "now": boot_id()}
+
+
+def list_devices(limit_s: float) -> str:
+    """``ls -l`` of the nodes; plain files among them are what matters."""
+    return command(["sh", "-c", "ls -l /dev/nvidia* /dev/nvidia-caps/* 2>&1"], limit_s)
+
+
+def _tmux(scene: Scene) -> str:
+    if which("tmux") is None:
+        return "tmux: not found"
+    sessions = command(["tmux", "ls"], scene.limit_s)
+    if scene.run is None:
+        return sessions
+    target = f"={scene.run.run_id}:"
+    pane = command(["tmux", "capture-pane", "-p", "-J", "-t", target], scene.limit_s)
+    shown = [line for line in pane.splitlines() if line.strip()][-3:]
+    return "\n".join([sessions, *(f"pane: {line}" for line in shown)])
+
+
+def process_table() -> str:
+    """As ``ps ax``, with what a process in state D waits for. From /proc: ps may be missing."""
+    tick = os.sysconf("SC_CLK_TCK")
+    lines = ["    PID TTY      STAT   TIME COMMAND"]
+    for pid, one in sorted(process.table().items()):
+        text = process.command(pid)
+        if not text or pid == os.getpid():
+            continue
+        waits = ""
+        if one.state == "D":
+            try:
+                waits = f" (wchan: {text_of(f'/proc/{pid}/wchan')})"
+            except Failed:
+                waits = " (wchan: ?)"
+        seconds = one.cpu_ticks // tick
+        clock = f"{seconds // 60}:{seconds % 60:02d}"
+        lines.append(f"{pid:>7} {one.terminal:<8} {one.state:<4} {clock:>6} {text[:300]}{waits}")
+    return "\n".join(lines)
+
+
+def control_group(name: str, old: str, group: str = "") -> str:
+    """A file of the (unified) group, or its relative of version 1; the path with one-line texts."""
+    for path in (f"/sys/fs/cgroup/{group}{name}", f"/sys/fs/cgroup/{old}"):
+        if os.path.exists(path):
+            text = text_of(path)
+            return text if name == "memory.events" else f"{path}: {' '.join(text.split())}"
+    raise Failed(f"no {name} under /sys/fs/cgroup")
+
+
+def _memory() -> str:
+    lines = []
+    for name in ("memory.max", "memory.high", "memory.current", "memory.peak", "memory.swap.max"):
+        path = f"/sys/fs/cgroup/{name}"
+        if os.path.exists(path):
+            lines.append(f"{name} {text_of(path)}")
+    for name in ("limit_in_bytes", "usage_in_bytes", "max_usage_in_bytes", "failcnt"):
+        path = f"/sys/fs/cgroup/memory/memory.{name}"
+        if os.path.exists(path):
+            lines.append(f"memory.{name} {text_of(path)}")
+    return "\n".join(lines) or text_of("/proc/meminfo", 200)
+
+
+def _pid(run: RunPaths | None) -> int | None:
+    """The run's command, if it lives."""
+    child = ((read_record(run.supervisor) if run else None) or {}).get("child")
+    if child and process.alive(child["pid"], child["start"] or -1):
+        return int(child["pid"])
+    return None
+
+
+def _locked_memory(run: RunPaths | None) -> str:
+    """In KiB as ``ulimit -l`` has it."""
+    for line in text_of(f"/proc/{_pid(run) or 'self'}/limits").splitlines():
+        if line.startswith("Max locked memory"):
+            soft = line.split()[3]
+            return soft if soft == "unlimited" else str(int(soft) // 1024)
+    raise Failed("no limit is told")
+
+
+def _locale() -> str:
+    """As the container gave it to us: Python itself sets LC_CTYPE in its own environment."""
+    pairs = text_of("/proc/self/environ").split("\0")
+    return "\n".join(pair for pair in sorted(pairs) if pair.startswith(("LANG", "LC_")))
+
+
+def _environment(run: RunPaths | None) -> str:
+    """Of the run's command (or of what it was started with), what bears on training; no secrets."""
+    pid = _pid(run)
+    if pid is not None:
+        pairs = text_of(f"/proc/{pid}/environ").split("\0")
+    else:
+        start = (read_record(run.start) if run else None) or {}
+        given = start.get("environment", os.environ)
+        pairs = [f"{key}={value}" for key, value in given.items()]
+    kept = []
+    for pair in sorted(pairs):
+        name = pair.partition("=")[0]
+        if name.startswith(_VARIABLES) and not any(word in name.upper() for word in _SECRET):
+            kept.append(pair)
+    return "\n".join(kept)
+
+
+def _last_write(run: RunPaths | None) -> str | None:
+    if run is None:
+        return None
+    newest = max(os.stat(path).st_mtime for path in (run.log,) if os.path.exists(path))
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest))
+
+
+def _packages(scene: Scene) -> str:
+    code = (
+        "import importlib.metadata as m\n"
+        "print('\\n'.join(sorted({d.name+' '+d.version for d in m.distributions() if d.name})))"
+    )
+    return command([scene.python, "-c", code], scene.limit_s, check=True)

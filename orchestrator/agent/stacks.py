@@ -1,0 +1,85 @@
+"""``stacks``: where every process of a run stands, by py-spy where it is, by /proc always."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from typing import Any
+
+from orchestrator.agent import process
+from orchestrator.agent.files import read_record, write_bytes
+from orchestrator.agent.looking import Failed, Look, at_once, command, text_of
+from orchestrator.agent.program import which
+from orchestrator.agent.serve import Request
+from orchestrator.agent.status import find
+
+THREADS = 400
+"""More threads of one process than this are not listed: they wait in a pool."""
+
+
+def stacks(request: Request) -> dict[str, Any]:
+    paths = find(request)
+    limit = request.get("timeout_s", (int, float), 10.0)
+    supervisor = read_record(paths.supervisor) or {}
+    members = process.Tree(paths.run_id, supervisor.get("pid")).members()
+    spy = _spy(request, supervisor)
+    looks = {str(one.pid): partial(_dump, one.pid, spy, limit) for one in members}
+    found: list[dict[str, Any]] = []
+
+    def tell(name: str, look: Look) -> None:
+        pid = int(name)
+        text = look.value if look.ok else _kernel_side(pid)
+        one = {"pid": pid, "command": process.command(pid)[:300], "text": text}
+        found.append(one if look.ok else {**one, "error": look.error})
+
+    at_once(looks, limit, tell)
+    found.sort(key=lambda one: int(one["pid"]))
+    path = f"{paths.stacks}/{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    blocks = [f"== {one['pid']} {one['command']}\n{one['text']}\n" for one in found]
+    write_bytes(path, "\n".join(blocks).encode("utf-8", "backslashreplace"), durable=False)
+    return {"stacks": found, "path": path}
+
+
+def _spy(request: Request, supervisor: dict[str, Any]) -> str | None:
+    """py-spy beside the run's own interpreter, else on the PATH."""
+    child = supervisor.get("child") or {}
+    places = []
+    try:
+        places.append(os.path.dirname(os.readlink(f"/proc/{child.get('pid')}/exe")))
+    except OSError:
+        pass
+    python = request.get("python", str, "")
+    if "/" in python:
+        places.append(os.path.dirname(python))
+    for place in places:
+        if os.access(f"{place}/py-spy", os.X_OK):
+            return f"{place}/py-spy"
+    return which("py-spy")
+
+
+def _dump(pid: int, spy: str | None, limit_s: float) -> str:
+    exe = os.readlink(f"/proc/{pid}/exe")
+    if spy is None or "python" not in os.path.basename(exe):
+        return _kernel_side(pid)
+    text = command([spy, "dump", "--pid", str(pid)], limit_s, check=True)
+    return f"{text}\n\n{_kernel_side(pid)}"
+
+
+def _kernel_side(pid: int) -> str:
+    """Each thread's name, state and what it waits for in the kernel."""
+    lines = []
+    try:
+        threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)[:THREADS]
+    except OSError:
+        return "(gone)"
+    for thread in threads:
+        folder = f"/proc/{pid}/task/{thread}"
+        try:
+            name = text_of(f"{folder}/comm")
+            state = text_of(f"{folder}/stat").rpartition(")")[2].split()[0]
+            waits = text_of(f"{folder}/wchan")
+        except Failed:
+            continue
+        lines.append(f"thread {thread} {name}: {state} {waits if waits != '0' else ''}".rstrip())
+    return "\n".join(lines)
