@@ -48,6 +48,9 @@ class InlineExecutor:
     def _features(self, batch: Batch) -> torch.Tensor:
         return self.target.features(batch).to(self.device)
 
+    def agreed_stop(self, received: int | None) -> int | None:
+        return received
+
     def state(self) -> dict[str, Any]:
         return self.drafter.state()
 

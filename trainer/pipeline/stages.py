@@ -171,6 +171,10 @@ class Executor(Protocol):
     def step(self, index: int) -> StepResult:
         """One optimizer step, 0-based. Raises the first cause of a stage's failure."""
 
+    def agreed_stop(self, received: int | None) -> int | None:
+        """After each step: the signal with which all ranks leave after this step, or null. With
+        several processes that is some steps after one of them received it."""
+
     def state(self) -> dict[str, Any]:
         """``DrafterStage.state`` of the first replica (empty on ranks that do not write)."""
 

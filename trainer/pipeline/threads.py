@@ -18,7 +18,7 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.pipeline.board import Board, Halted, Watchdog
-from trainer.pipeline.gauge import Gauge
+from trainer.pipeline.gauge import Gauge, Usage
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import GradientSum
 from trainer.pipeline.ring import Ring
@@ -56,7 +56,7 @@ class ThreadsExecutor:
         self._dealt = 0
         self._first: int | None = None
         self._next = 0
-        self._gauge: Gauge
+        self._gauge = Gauge()
 
     # -- Executor ---------------------------------------------------------------------------------
 
@@ -67,11 +67,6 @@ class ThreadsExecutor:
         with self._first_cause():
             self._build()
             self._warm_up()
-        self._gauge = Gauge(
-            [t.meter for t in self.targets],
-            [d.meter for d in self.drafters],
-            [t.transfer for t in self.targets],
-        )
         if self.job.compile_lock is not None:
             self.job.compile_lock.end_warm_up()
 
@@ -97,6 +92,9 @@ class ThreadsExecutor:
         done.wait(sums.device)
         tokens = sum(count for _, _, count, _ in results)
         return StepResult(index, sums, norm, tokens, telemetry=self._telemetry(tokens))
+
+    def agreed_stop(self, received: int | None) -> int | None:
+        return received
 
     def state(self) -> dict[str, Any]:
         with self._first_cause():
@@ -187,7 +185,13 @@ class ThreadsExecutor:
 
     def _telemetry(self, tokens: int) -> dict[str, float]:
         filled = sum(d.ring.depth_now() for d in self.drafters) / len(self.drafters)
-        found = self._gauge.read(tokens, filled)
+        found = self._gauge.read(
+            tokens,
+            filled,
+            Usage.of([t.meter for t in self.targets]),
+            Usage.of([d.meter for d in self.drafters]),
+            sum(t.transfer.busy_s for t in self.targets),
+        )
         if self.job.compile_lock is not None:
             stats = self.job.compile_lock.stats()
             found["recompiles"] = stats.recompiles
