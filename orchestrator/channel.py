@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator import agent_failure, pct
 from orchestrator.agent import frames, loader
 from orchestrator.agent.protocol import MAGIC, REFUSAL, RESYNC, AgentError
-from orchestrator.agent_bundle import Bundle
 from orchestrator.errors import ConnectionLost, DflashctlError, ExecFailed, RefusedError
 from orchestrator.request import Request
+
+if TYPE_CHECKING:
+    from orchestrator.agent_bundle import Bundle
 
 # A dead link must be known within 10 s.
 QUIET_S = 3.0

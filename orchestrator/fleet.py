@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from orchestrator import agent_bundle, pct
+from orchestrator import pct
 from orchestrator.agent import loader
 from orchestrator.channel import AgentChannel
 from orchestrator.connection import HostConnection
@@ -124,10 +124,13 @@ class Fleet:
     def _open(
         self, host: HostTarget, argv: list[str], workdir: str, place: str, ct: int | None
     ) -> AgentChannel:
-        bundle = agent_bundle.bundle()
-        place = f"{place} {workdir}"
+        # Imported while pct starts: its 25 ms of importlib.metadata then cost nothing.
         connection = self.connection(host)
         session = connection.session(argv)
+        from orchestrator import agent_bundle
+
+        bundle = agent_bundle.bundle()
+        place = f"{place} {workdir}"
         channel = AgentChannel(
             session,
             bundle,

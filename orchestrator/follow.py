@@ -16,7 +16,7 @@ from orchestrator.errors import (
     UnreachableError,
 )
 from orchestrator.fleet import Fleet
-from orchestrator.run import RunRef, RunSummary
+from orchestrator.run import ENDED, RunRef, RunSummary
 
 # Seconds between attempts; the last one is repeated.
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
@@ -143,5 +143,5 @@ class Follower:
             self.notice(f"{self.where}: {head.get('bytes') or 'some'} bytes are gone from the log")
         elif name == "truncated":
             self.notice(f"{self.where}: the log was cut short and begins anew")
-        elif name == "state":
+        elif name == "state" and head.get("state") not in ENDED:
             self.notice(f"{self.where}: {head.get('state')}")

@@ -90,14 +90,22 @@ def _check(name: str, found: dict[str, Any], target: Target) -> Check:
     step = NEXT_STEPS.get(name, "").format(
         python=target.settings.python, missing=missing, ct=target.ct
     )
-    return Check(name, ok, name in REQUIRED, text or name, "" if ok else step)
+    return Check(name, ok, name in REQUIRED, text or "none", "" if ok else step)
+
+
+# Fields of the agent's answers that are bytes.
+BYTES = frozenset({"free", "total", "available", "limit"})
 
 
 def _words(value: Any) -> str:
+    """``path /workspace, free 80.3 GB``."""
     if isinstance(value, dict):
-        return ", ".join(
-            f"{k} {_words(v)}" for k, v in value.items() if v not in (None, "", [], {})
-        )
+        pairs = ((k, v) for k, v in value.items() if v not in (None, "", [], {}))
+        return ", ".join(f"{k} {_size(v) if k in BYTES else _words(v)}" for k, v in pairs)
     if isinstance(value, list):
-        return " ".join(_words(item) for item in value)
-    return str(value)
+        return ", ".join(_words(item) for item in value)
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _size(value: Any) -> str:
+    return f"{value / 1e9:.1f} GB" if isinstance(value, (int, float)) else str(value)

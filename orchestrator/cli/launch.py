@@ -12,11 +12,9 @@ from orchestrator import release as releases
 from orchestrator import snapshot
 from orchestrator.cli import output
 from orchestrator.cli.app import COMMAND_KEY
-from orchestrator.cli.ending import follow_run
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import Session, open_session
 from orchestrator.errors import UsageError
-from orchestrator.follow import Start
 from orchestrator.launch import Order, Started
 from orchestrator.release import Release
 from orchestrator.run import RunRef, new_run_id
@@ -113,6 +111,9 @@ def launch(
             meter.close()
         _tell(started, release, as_json)
         if follow or wait:
+            from orchestrator.cli.ending import follow_run
+            from orchestrator.follow import Start
+
             ref = RunRef(target, run_id)
             raise typer.Exit(follow_run(session, ref, start=Start(), show=follow, as_json=as_json))
 
@@ -140,9 +141,10 @@ def _predecessor(session: Session, target: Target) -> str | None:
 
 
 def _tell(started: Started, release: Release | None, as_json: bool) -> None:
-    for check in started.checks:
-        if not check.ok:
-            output.notice(f"{started.target.name}: {check.text} (next: {check.next_step})")
+    place = started.target.arguments
+    warned = [check.name for check in started.checks if not check.ok]
+    if warned:
+        output.notice(f"preflight warns of {', '.join(warned)}: dflashctl doctor {place}")
     if as_json:
         output.emit(started.as_json())
         return

@@ -133,7 +133,7 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
         ("tokens/s", compact(run.tokens_per_s) if run.tokens_per_s else None),
         ("eta", duration(run.eta_s) if run.eta_s is not None and not run.is_over else None),
         ("silent for", duration(run.idle_s) if run.idle_s and not run.is_over else None),
-        ("attempts", answer.get("attempts") if answer.get("attempts") not in (None, 1) else None),
+        ("attempts", len(answer.get("attempts") or []) if _restarted(answer) else None),
         ("folder", answer.get("run_dir")),
         ("git", _git(record.get("meta") or record)),
     ]
@@ -142,6 +142,10 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
             output.say(f"{name:<12} {value}")
     for line in run.last_lines:
         output.say(f"  | {line}")
+
+
+def _restarted(answer: dict[str, Any]) -> bool:
+    return len(answer.get("attempts") or []) > 1
 
 
 def _git(meta: dict[str, Any]) -> str | None:
