@@ -7,9 +7,15 @@ import sys
 
 def main() -> None:
     """Run a verb; one message and the design's exit code for whatever fails."""
+    words = sys.argv[1:]
+    if words[:1] == ["__complete"]:
+        # Asked on every press of the key: before anything that takes time is imported.
+        from orchestrator.cli.complete import main as complete
+
+        complete(words[1:])
+        return
     from orchestrator.errors import DflashctlError
 
-    words = sys.argv[1:]
     options = words[: words.index("--")] if "--" in words else words
     try:
         from orchestrator.cli.app import build

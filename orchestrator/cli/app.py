@@ -44,6 +44,7 @@ VERBS = {
     "env": Verb("env", "app", "The container's environment: freeze, diff, sync."),
     "init": Verb("init", "init", "Write a first inventory, start script and trainer config."),
     "inventory": Verb("inventory", "app", "List, find and check hosts and containers."),
+    "completion": Verb("completion", "completion", "Print the completion script of a shell."),
     "lab": Verb("orchestrator.lab.cli", "app", "A loopback Proxmox host on this machine."),
 }
 
