@@ -1,0 +1,378 @@
+"""One rank a device under torchrun, on one machine or many: torch.distributed and nothing else.
+
+    torchrun --nproc-per-node 8 -m trainer train config.yaml
+
+Each node runs the plan's N targets (local ranks 0..N-1) and M drafters (the rest). A node's targets
+feed its own drafters, so features never cross the network; gradients are summed over all drafters
+of all nodes. Every rank makes its own batches, which are pure functions of (step, slot).
+
+Microbatch t of a node (counted over the run) goes from target t mod N to drafter t mod M: both know
+it without a word, and messages between a pair come in order. A target waits for its oldest send
+when its buffers are in flight, a drafter posts its receives as far ahead as its slots: that is the
+back-pressure. Receives never go beyond the last step that all ranks have agreed to run.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import rendezvous
+
+from trainer.errors import ConfigError, TrainerError
+from trainer.pipeline.device import Fence, Meter, poll
+from trainer.pipeline.gauge import Gauge, Usage
+from trainer.pipeline.place import Deal, Place
+from trainer.pipeline.plan import Plan
+from trainer.pipeline.reduce import compare_fingerprints, fingerprint
+from trainer.pipeline.stages import DrafterStage, Job, StepResult, TargetStage
+
+FAILURE_KEY = "dflash/first-failure"
+BUFFERS = 2
+"""A target's: one is filled while the other travels."""
+
+
+class PeerFailedError(TrainerError):
+    """Another rank failed first; its own log has the traceback too."""
+
+    exit_code = 1
+
+
+class ProcessesExecutor:
+    def __init__(self, job: Job, plan: Plan, place: Place | None = None) -> None:
+        self.job = job
+        self.plan = plan
+        self.place = place or Place.from_environment(plan)
+        drafters = self.place.drafters * self.place.nodes
+        if job.batches.slots % drafters:
+            raise ConfigError(
+                f"{job.batches.slots} microbatches a step cannot be shared by {drafters} drafters",
+                next_step="set optimization.microbatches to a multiple of the drafters of all"
+                " nodes",
+            )
+        names = (*plan.targets, *plan.drafters)
+        self.device = torch.device(names[self.place.local_rank])
+        self.deal = Deal(self.place, job.batches.slots)
+        self.part: _TargetPart | _DrafterPart
+        self._closing = ExitStack()
+        self._first: int | None = None
+        self.round = Round(self.place)
+        self._healthy = False
+
+    # -- Executor ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        limit = timedelta(seconds=self.plan.stall_limit_s)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        # Without device_id: pairs then get communicators of their own, and a receive that waits
+        # for its target cannot stand in the way of the drafters' sum.
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        self.store, rank, world = next(rendezvous("env://"))
+        dist.init_process_group(
+            backend, store=self.store, rank=rank, world_size=world, timeout=limit
+        )
+        self._closing.callback(dist.destroy_process_group)
+        if self.job.compile_lock is not None:
+            self._closing.enter_context(self.job.compile_lock.thread())
+        with self._first_cause():
+            everybody = dist.new_group(backend="gloo", timeout=limit)
+            among = dist.new_group(self.place.drafter_ranks(), timeout=limit)
+            self.round.group = everybody
+            self.job.event("compiling", name=self.place.name)
+            began = time.perf_counter()
+            self._build(everybody, among)
+            self.part.warm_up()
+            dist.barrier(everybody)
+            seconds = round(time.perf_counter() - began, 3)
+            self.job.event("compiled", name=self.place.name, seconds=seconds)
+        self._healthy = True
+        if self.job.compile_lock is not None:
+            self.job.compile_lock.end_warm_up()
+
+    def _build(self, everybody: Any, among: Any) -> None:
+        if self.place.is_target:
+            target = self.job.make_target(self.device)
+            mine = (target.feature_width, target.dtype)
+            self.part = _TargetPart(self, target)
+        else:
+            drafter = self.job.make_drafter(self.device)
+            mine = None
+            self.part = _DrafterPart(self, drafter, among)
+        told: list[Any] = [None] * self.place.world
+        dist.all_gather_object(told, mine, group=everybody)
+        width, dtype = told[self.place.target_rank(0)]
+        rows, length, _ = self.job.batches.shape
+        depth = BUFFERS if self.place.is_target else self.plan.queue_depth
+        self.part.buffers = [
+            torch.empty((rows, length, width), dtype=dtype, device=self.device)
+            for _ in range(depth)
+        ]
+
+    def step(self, index: int) -> StepResult:
+        if self._first is None:
+            self._first = index
+        turn = index - self._first
+        more = not self.round.next_is_last and index + 1 < self.job.batches.steps
+        with self._first_cause():
+            return self.part.step(index, turn, more)
+
+    def agreed_stop(self, received: int | None) -> int | None:
+        with self._first_cause():
+            return self.round.hold(received, Usage.of([self.part.meter]))
+
+    def state(self) -> dict[str, Any]:
+        """Of the leading rank; the others' is empty."""
+        return (
+            self.part.stage.state()
+            if isinstance(self.part, _DrafterPart) and (self.place.leads)
+            else {}
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        if isinstance(self.part, _DrafterPart):
+            self.part.stage.load(state)
+
+    def close(self) -> None:
+        """Waits for the leading rank, which may still be saving: a rank that leaves before makes
+        torchrun end the others."""
+        if self._healthy:
+            # A peer that failed meanwhile has said so itself.
+            with suppress(RuntimeError):
+                dist.barrier(self.round.group)
+        self._closing.close()
+
+    # -- failure ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _first_cause(self) -> Iterator[None]:
+        """The first rank that fails leaves its reason in the job's store; a rank that fails
+        because of it (a lost connection, a time-out) raises that instead of its own noise."""
+        try:
+            yield
+        except Exception as error:
+            self._healthy = False
+            first = self._report(error)
+            if first["rank"] == self.place.rank:
+                raise
+            raise PeerFailedError(
+                f"{first['stage']} (rank {first['rank']}) failed first: {first['error']}\n"
+                f"{first['traceback']}",
+                next_step="mend that; this rank only lost its peer",
+            ) from error
+
+    def _report(self, error: Exception) -> dict[str, Any]:
+        text = (str(error).strip().splitlines() or [""])[0]
+        mine = {
+            "rank": self.place.rank,
+            "stage": self.place.name,
+            "error": f"{type(error).__name__}: {text}",
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        lost_peer = isinstance(error, dist.DistError) or "onnection" in text or "Timed" in text
+        try:
+            if lost_peer and not self.store.check([FAILURE_KEY]):
+                # The one that caused it may still be writing; a killed one never will.
+                time.sleep(1.0)
+            found = json.loads(self.store.compare_set(FAILURE_KEY, "", json.dumps(mine)))
+        except (RuntimeError, ValueError):
+            # The store went with the machine that held it: this rank's own error must do.
+            return mine
+        return dict(found)
+
+
+class Round:
+    """What all ranks tell each other after each step, without waiting within one: signals they
+    received, and how busy they have been.
+
+    The round of step k is counted at the end of step k+1; if a rank had a signal, step k+2 is the
+    last of all.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, place: Place) -> None:
+        self.group: Any = None
+        self.next_is_last = False
+        self._place = place
+        self._signal: int | None = None
+        self._counting: deque[tuple[Any, Tensor]] = deque()
+        drafters = len(place.drafter_ranks())
+        self.targets = Usage(place.world - drafters)
+        self.drafters = Usage(drafters)
+
+    def hold(self, received: int | None, usage: Usage) -> int | None:
+        """The agreed signal once the step that ends now was the last."""
+        if self.next_is_last:
+            return self._signal
+        told = torch.zeros(6, dtype=torch.float64)
+        if received is not None:
+            told[self.SIGNALS.index(signal.Signals(received))] = 1
+        first = 2 if self._place.is_target else 4
+        told[first], told[first + 1] = usage.busy_s, usage.idle_s
+        self._counting.append((dist.all_reduce(told, group=self.group, async_op=True), told))
+        if len(self._counting) > 1:
+            work, counted = self._counting.popleft()
+            work.wait()
+            self._read(counted.tolist())
+        return None
+
+    def _read(self, counted: list[float]) -> None:
+        self.targets = Usage(self.targets.workers, *counted[2:4])
+        self.drafters = Usage(self.drafters.workers, *counted[4:6])
+        for number, votes in zip(self.SIGNALS, counted, strict=False):
+            if votes:
+                self._signal, self.next_is_last = int(number), True
+
+
+class _TargetPart:
+    """A target rank's side of a step: forward, send."""
+
+    def __init__(self, owner: ProcessesExecutor, stage: TargetStage) -> None:
+        self.stage = stage
+        self.place, self.deal, self.job = owner.place, owner.deal, owner.job
+        self.device = owner.device
+        self.buffers: list[Tensor] = []
+        self._sends: deque[Any] = deque()
+        self._made = 0
+        self.meter = Meter(self.device)
+
+    def warm_up(self) -> None:
+        batch = self.job.batches(0, 0)
+        for drafter in range(self.place.drafters):
+            self.stage.features(batch, self.buffers[0])
+            dist.send(self.buffers[0], self.place.drafter_rank(drafter))
+
+    def step(self, index: int, turn: int, more: bool) -> StepResult:
+        tokens = 0
+        for slot, target, drafter, _ in self.deal.of_step(turn):
+            if target != self.place.index:
+                continue
+            batch = self.job.batches(index, slot)
+            tokens += batch.context_tokens()
+            if self.device.type == "cuda":
+                batch = batch.pin_memory()
+            self._send(batch, self.place.drafter_rank(drafter))
+        # The sums are the drafters' to know; this rank reports nothing.
+        return StepResult(index, torch.zeros(4), torch.zeros(()), tokens)
+
+    def _send(self, batch: Any, rank: int) -> None:
+        if len(self._sends) == len(self.buffers):
+            self._sends.popleft().wait()
+        buffer = self.buffers[self._made % len(self.buffers)]
+        self.meter.begin()
+        self.stage.features(batch, buffer)
+        self.meter.end()
+        self._sends.append(dist.isend(buffer, rank))
+        self._made += 1
+
+
+class _DrafterPart:
+    """A drafter rank's side of a step: receive, accumulate, sum over all drafters, update."""
+
+    def __init__(self, owner: ProcessesExecutor, stage: DrafterStage, among: Any) -> None:
+        self.stage = stage
+        self.place, self.deal, self.job = owner.place, owner.deal, owner.job
+        self.device, self.plan = owner.device, owner.plan
+        self.among = among
+        self.buffers: list[Tensor] = []
+        self._receives: dict[int, Any] = {}
+        self._posted = 0
+        self._before: Fence | None = None
+        self.meter, self.gauge, self.round = Meter(self.device), Gauge(), owner.round
+        self.share = self.deal.per_node // self.place.drafters
+
+    def warm_up(self) -> None:
+        batch = self.job.batches(0, 0)
+        for target in range(self.place.targets):
+            dist.recv(self.buffers[0], self.place.target_rank(target))
+        self.stage.accumulate(batch, self.buffers[0])
+        self.stage.discard()
+        self._compare(0)
+
+    def step(self, index: int, turn: int, more: bool) -> StepResult:
+        """``more``: the next step is sure to run, so its features may be received already."""
+        mine = [
+            (slot, number)
+            for slot, _, drafter, number in self.deal.of_step(turn)
+            if drafter == self.place.index
+        ]
+        batches = [self.job.batches(index, slot) for slot, _ in mine]
+        tokens = torch.tensor([float(sum(b.context_tokens() for b in batches))])
+        end = self.share * (turn + (2 if more else 1))
+        total: Tensor | None = None
+        for batch, (_, number) in zip(batches, mine, strict=True):
+            sums = self._accumulate(batch, number, end)
+            total = sums if total is None else total + sums
+        assert total is not None
+        norm = self._update(index, total)
+        if (index + 1) % self.plan.check_equal_every == 0:
+            self._compare(index + 1)
+        count = self._sum_tokens(tokens)
+        return StepResult(index, total, norm, count, self._telemetry(count))
+
+    def _accumulate(self, batch: Any, number: int, end: int) -> Tensor:
+        self._post(min(number + len(self.buffers), end))
+        self._receives.pop(number).wait()
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()
+        self.meter.begin()
+        sums = self.stage.accumulate(batch, self.buffers[number % len(self.buffers)])
+        self.meter.end()
+        return sums
+
+    def _post(self, end: int) -> None:
+        """Receives of this drafter's microbatches below ``end``. On a GPU they start when what has
+        been launched so far, the slot's previous use included, is done."""
+        while self._posted < end:
+            number = self._posted
+            t = number * self.place.drafters + self.place.index
+            source = self.place.target_rank(t % self.place.targets)
+            buffer = self.buffers[number % len(self.buffers)]
+            self._receives[number] = dist.irecv(buffer, source)
+            self._posted += 1
+
+    def _update(self, index: int, total: Tensor) -> Tensor:
+        works = [
+            dist.all_reduce(t, group=self.among, async_op=True)
+            for t in (*self.stage.gradients(), total)
+        ]
+        for work in works:
+            work.wait()
+        self.meter.begin()
+        norm = self.stage.update(index, total)
+        done = self.meter.end()
+        if self._before is not None:
+            poll(self._before, lambda: None)
+        self._before = done
+        return norm
+
+    def _sum_tokens(self, tokens: Tensor) -> int:
+        dist.all_reduce(tokens, group=self.among)
+        return int(tokens)
+
+    def _compare(self, step: int) -> None:
+        mine = fingerprint(self.stage.weights())
+        everyone: list[Any] = [None] * len(self.place.drafter_ranks())
+        dist.all_gather_object(everyone, mine, group=self.among)
+        compare_fingerprints(everyone, step)
+
+    def _telemetry(self, tokens: int) -> dict[str, float]:
+        queue = sum(work.is_completed() for work in self._receives.values())
+        found = self.gauge.read(tokens, queue, self.round.targets, self.round.drafters)
+        if self.job.compile_lock is not None:
+            stats = self.job.compile_lock.stats()
+            found["recompiles"] = stats.recompiles
+            found["lock_waits"] = stats.waits
+            found["lock_wait_s"] = round(stats.wait_s, 4)
+        return found
