@@ -19,6 +19,7 @@ import yaml
 
 from orchestrator.errors import NotFoundError, RefusedError, UsageError
 from orchestrator.lab import cgroups, files, network, render, requirements
+from orchestrator.lab.faults import PCT_DELAY
 from orchestrator.lab.layout import PROGRAMS, Layout
 from orchestrator.lab.processes import Process, boot_id, children, listener
 from orchestrator.lab.spec import LabSpec
@@ -100,7 +101,7 @@ class Lab:
         progress(f"containers ({backend}): starting {', '.join(map(str, numbers)) or 'none'}")
         self._start_containers(numbers)
         if spec.pct_delay:
-            self.fault("pct-delay", str(spec.pct_delay))
+            (layout.faults / PCT_DELAY).write_text(str(spec.pct_delay))
         self._write_inventory()
         progress(f"inventory: {self.inventory}")
 
@@ -375,7 +376,12 @@ class Lab:
         """The running container's / as this machine can read and write it."""
         return Path(f"/proc/{self.init_pid(vmid)}/root")
 
-    def fault(self, name: str, value: str | None = "") -> None:
-        """Set a fault switch that ``pct`` reads, or clear it with None."""
+    @contextlib.contextmanager
+    def fault(self, name: str, value: str = "") -> Iterator[None]:
+        """Switch on one of ``faults.py`` while the block runs."""
         path = self.layout.faults / name
-        path.unlink(missing_ok=True) if value is None else path.write_text(value)
+        path.write_text(value)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

@@ -91,6 +91,7 @@ sub halt {
         require '/usr/lib/dflashctl-lab/namespaces.pl';
         return namespaces_halt( $vmid, $seconds );
     }
+    freeze( $vmid, 0 ) if !$seconds;    # on cgroup version 1 lxc-stop waits for ever for the frozen
     my $how = $seconds ? "--nokill --timeout $seconds" : '--kill';
     return system("lxc-stop -P $lab{root}/lxc -n $vmid $how >/dev/null 2>&1") == 0;
 }
