@@ -47,6 +47,8 @@ _ENDED = re.compile(
     r"Segmentation fault|Bus error|Floating point exception|Illegal instruction)(?: \(core dumped\))?"
     r"(?:\s.*)?$|ChildFailedError|\bFAILED$"
 )
+# One stage that is done, or a watcher's word, is not the run.
+_WORKER = re.compile(r"(?i)target|draft|worker|loader|reader|stage|thread|supervisor|watch|eval|data|cache|gpu|\w*\d$")
 _GOES_ON = re.compile(
     r"\b(?:retry(?:ing)?|retried|recovered|reconnected|continu(?:e|ing)|skipp(?:ed|ing)|"
     r"fall(?:ing|s)? back|fell back|succeeded|resum(?:ed|ing)|ok after|works? now|connected|"
@@ -98,8 +100,11 @@ def read_outcome(
     state: State = "unknown"
     code = None
     if record is not None:
-        trouble = [c for c in (record.code, record.shell, *record.pipe[:1]) if c not in (None, 0)]
-        code = trouble[0] if trouble else record.signal or record.code
+        own = record.pipe[0] if record.pipe else record.code
+        own = record.shell if own is None else own
+        if not record.pipe and own == 0 and record.shell and done is None:
+            own = record.shell
+        code = own or record.signal or own
     if record is not None and code not in (None, 0):
         state = "failed"
     elif record is not None and code == 0 and not fatal and ended is None:
@@ -123,7 +128,7 @@ def read_outcome(
 
 def _done_line(lines: Sequence[Line], last_step: int) -> int | None:
     for line in lines:
-        if line.number < last_step or line.quiet or line.tag:
+        if line.number < last_step or line.quiet or _WORKER.match(line.tag):
             continue
         match = _DONE.match(line.text)
         if match is None or len(line.text) > 400:

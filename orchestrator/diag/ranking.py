@@ -15,14 +15,14 @@ from orchestrator.diag.finding import ORDER, Finding
 
 # What a finding of this code can be the mere effect of. A pattern is matched against the cause's code.
 EFFECT_OF: dict[str, str] = {
-    "code.error": r"(?!code\.error|unknown|run\.|exit\.|throughput\.|nccl\.peer_lost|loss\.diverged|loss\.stuck|env\.clock).*",
+    "code.error": r"run\.interrupted|(?!code\.error|unknown|run\.|exit\.|throughput\.|nccl\.peer_lost|loss\.diverged|loss\.stuck|env\.clock).*",
     "run.killed": r"(?!run\.killed|unknown|exit\.masked|throughput\.|code\.error|nccl\.peer_lost|loss\.|compile\.eager|"
     r"compile\.recompile_storm).*|code\.error",
     "run.hang": r"gpu\.xid|gpu\.illegal_access|ct\.|mem\.oom|compile\.fx_race|tmux\.died|ssh\.|gpu\.oom|run\.not_started|"
     r"disk\.full|env\.clock|code\.error|nccl\.(?:init|timeout)",
     "run.not_started": r"ssh\.|ct\.|tmux\.missing|env\.(?:path|locale|import|version)|disk\.|code\.error|dist\.|gpu\.|data\.|model\.|hub\.|nccl\.",
     "run.interrupted": r"ct\.rebooted|ct\.stopped",
-    "exit.masked": r"(?!exit\.masked|unknown|throughput\.|run\.killed|nccl\.peer_lost|checkpoint\.partial|tmux\.).*",
+    "exit.masked": r"(?!exit\.masked|unknown|throughput\.|checkpoint\.partial|tmux\.).*",
     "nccl.timeout": r"(?!nccl\.|unknown|exit\.|run\.(?:killed|hang)|throughput\.|dist\.|code\.error|loss\.|compile\.(?:eager|recompile)).*|code\.error",
     "nccl.peer_lost": r"(?!nccl\.peer_lost|unknown|exit\.|run\.(?:killed|hang)|throughput\.|dist\.|loss\.).*",
     "nccl.init": r"gpu\.(?!oom)|gpu\.oom|mem\.|shm\.|env\.version|ct\.|dist\.rendezvous|compile\.fx_race",
@@ -86,6 +86,12 @@ def explains(cause: Finding, effect: Finding) -> bool:
         # A warning may explain a fatal end (an eager fallback before an out-of-memory), a remark not.
         if cause.severity == "info":
             return False
+    if cause.code == "code.error" and (
+        set(cause.evidence) & set(effect.evidence) or cause.position > effect.position > 0
+    ):
+        return False  # the same exception, or one after it
+    if cause.code == "run.interrupted" and cause.position > effect.position:
+        return False
     if cause.position and effect.position and cause.position > effect.position + 40:
         # Later in the log than its alleged effect; buffered ranks shift by a screenful at most.
         return bool(SHALLOW.match(effect.code)) and not SHALLOW.match(cause.code) and (
@@ -101,7 +107,12 @@ def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     if merged and not roots:  # a circle: the earliest breaks it
         roots = [min(merged, key=_order)]
     roots.sort(key=_order)
-    effects = [f for f in merged if f not in roots]
+    # An exception that another finding explains is that finding's evidence, no symptom beside it.
+    effects = [
+        f for f in merged
+        if f not in roots and f.code not in ("code.error", "run.killed")
+        and not any(set(f.evidence) <= set(c.evidence) for c in merged if c is not f and explains(c, f))
+    ]  # fmt: skip
     children: dict[int, list[Finding]] = {}
     for effect in effects:
         cause = next((i for i, r in enumerate(roots) if explains(r, effect)), None)

@@ -86,6 +86,8 @@ class Step:
     gradient: float | None = None
     memory_gb: float | None = None
     recompiles: int | None = None
+    waiting_share: float | None = None
+    """Share of the step that went by waiting for data, if it is timed."""
 
     @property
     def number(self) -> int:
@@ -161,8 +163,19 @@ def _record(line: Line, text: str) -> Step | None:
         values["loss"], values["tokens"], 1 / seconds if seconds else None,
         values["accuracy"], values["tau"], _fraction(values["target_idle"]),
         _fraction(values["drafter_idle"]), values["queue"], values["gradient"], values["memory"],
-        int(recompiles) if recompiles is not None else None,
+        int(recompiles) if recompiles is not None else None, _waiting(record),
     )  # fmt: skip
+
+
+def _waiting(record: dict[str, object]) -> float | None:
+    """Data time over all the times in the record."""
+    times = {
+        k: v for k, v in ((k, _value(v)) for k, v in record.items())
+        if v is not None and re.search(r"_s$|_time$|_sec(?:onds)?$|_ms$", k) and k not in ("tok_s", "eta_s")
+    }  # fmt: skip
+    data = sum(v for k, v in times.items() if re.match(r"data|load|fetch|batch_wait|wait", k))
+    whole = max(sum(times.values()), 1e-9)
+    return data / whole if data and len(times) >= 2 else None
 
 
 def _value(value: object) -> float | None:

@@ -26,9 +26,10 @@ _RANK = re.compile(
 # torch's own way of writing a rank inside the message, kept in the text.
 _INNER_RANK = re.compile(r"\[(?:PG [^\]]{0,60}|)\s?Rank (\d+)\]|^\[rank(\d+)\]:")
 _TAG = re.compile(
-    r"^\[((?:target|drafter|draft|worker|thread|loader|reader|stage|gpu|cuda|node|main|data"
-    r"|supervisor|watch)[\w:. -]{0,20})\]:?[ ]+"
+    r"^\[((?!(?i:debug|info|warn|warning|error|critical|fatal|rank\d*|errno|y/n)\])[A-Za-z][\w.:-]{0,24})\]:?"
+    r"[ ](?=.)"
 )
+_QUIET_TAG = re.compile(r"^(?:cfg|conf|config|args|argv|flags|env|cmd|options|settings|usage|help|hint)$")
 _MONTHS = {m: i for i, m in enumerate("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)}
 _ISO = re.compile(
     r"^[\[(]?(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,]\d+)?"
@@ -161,7 +162,9 @@ def read_line(number: int, text: str, source: str = "log") -> Line:
         rank = int(match[1] or match[2])
     if not level and (match := _LEVEL.search(rest, 0, 80)) is not None:
         level = match[1][0].replace("C", "F")
-    quiet = _QUIET.match(rest) is not None and _EXCEPTION.match(rest) is None
+    quiet = (
+        _QUIET.match(rest) is not None or _QUIET_TAG.match(tag) is not None
+    ) and _EXCEPTION.match(rest) is None
     return Line(number, rest, source, rank, tag, level, where, time, day_time, quiet, seen, lane)
 
 

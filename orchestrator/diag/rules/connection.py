@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.diag.evidence import Evidence
+from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import host_of
 
@@ -71,6 +71,7 @@ def host_key(e: Evidence) -> Iterator[Finding]:
             f"compare on the host's console: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub\n"
             f"only if the host was reinstalled: ssh-keygen -R {host} && ssh -o "
             f"StrictHostKeyChecking=accept-new root@{host} true",
+            lasting=_lost(e, hits),
         )
 
 
@@ -88,6 +89,7 @@ def authentication(e: Evidence) -> Iterator[Finding]:
             f"ssh -v root@{host} true   # which keys are offered\n"
             f"ssh-add -l; chmod 600 ~/.ssh/id_*; ssh-keygen -yf ~/.ssh/id_ed25519 >/dev/null\n"
             f"ssh-copy-id root@{host}   # from a machine that still gets in",
+            lasting=_lost(e, hits),
         )
 
 
@@ -108,11 +110,22 @@ def unreachable(e: Evidence) -> Iterator[Finding]:
         hits[:4],
         f"ping -c 3 {host}; nc -vz {host} 22; getent hosts {host}\n"
         f"on the host's console: systemctl status ssh; journalctl -u ssh -n 50; df -h /",
+        lasting=_lost(e, hits),
     )
 
 
 def _about_ssh(text: str) -> bool:
     return "ssh" in text.lower() or "paramiko" in text or "port 22" in text
+
+
+def _lost(e: Evidence, hits: list[Hit]) -> bool:
+    """Not reached to the end. Steps after it come from the local copy and prove nothing; a later
+    word of the controller that it is connected does."""
+    last = max((h.line.number for h in hits if h.line.source == "log"), default=0)
+    back = e.search(
+        r"(?i)\b(?:reconnected|connected|connection (?:is )?(?:back|restored|established|ok)|connect: ok|channel open|"
+        r"link (?:is )?(?:back|up|restored)|(?:succeeded|ok) (?:after|on) (?:retry|attempt)|agent answered)\b", probes=False)
+    return not any(h.line.number > last for h in back) and e.outcome.state != "finished"
 
 
 def _went_in(e: Evidence) -> bool:

@@ -64,6 +64,7 @@ def missing(e: Evidence) -> Iterator[Finding]:
             hits[:3],
             f"pct list; pvesh get /cluster/resources --type vm | grep {number}   # which node has it\n"
             f"dflashctl inventory discover",
+            lasting=True,
         )
 
 
@@ -85,6 +86,7 @@ def stopped(e: Evidence) -> Iterator[Finding]:
             f"pct start {number} && pct status {number}\n"
             f"who stopped it: grep {number} /var/log/pve/tasks/index | tail -5\n"
             f"then launch again; the newest complete checkpoint is resumed",
+            lasting=e.outcome.state not in ("finished", "running"),
         )
 
 
@@ -107,6 +109,7 @@ def frozen(e: Evidence) -> Iterator[Finding]:
             f"is a backup in suspend mode running? pvesh get /nodes/localhost/tasks --source active\n"
             f"wait for it, or: lxc-unfreeze -n {number}\n"
             f"for the future: back this container up in snapshot mode, outside of runs",
+            lasting=True,
         )
 
 
@@ -146,6 +149,7 @@ def exec_failed(e: Evidence) -> Iterator[Finding]:
             "as root on the host: systemctl status pve-cluster; pvecm status\n"
             "systemctl restart pve-cluster; pct list\n"
             "then by hand: pct exec CT -- true",
+            lasting=not any(e.outcome.moved_on(h.line.number) for h in hits),
         )
 
 

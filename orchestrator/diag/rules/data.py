@@ -176,7 +176,7 @@ def empty_mask(e: Evidence) -> Iterator[Finding]:
         "the config must equal the template's (<|im_start|>assistant); longer sequences if answers are cut off",
         confidence=0.88,
         severity="fatal",
-        lasting=flat,
+        lasting=flat or any(s.loss != s.loss for s in e.series.losses()[-2:]),
     )
 
 
@@ -211,6 +211,14 @@ def tokenizer(e: Evidence) -> Iterator[Finding]:
 
 
 def _counts(e: Evidence) -> tuple[str, str] | None:
+    """The tokenizer's size and the embedding's, if both are printed and do not fit."""
+    number = r"\b(\d{1,3}(?:,\d{3})+|\d{4,7})\b"
+    words = e.search(rf"(?i)\b(?:tokenizer|vocab\w*|max(?:imum)? (?:token )?id|token ids?)\b[^\n]*?{number}", quiet=True)
+    rows = e.search(rf"(?i)\b(?:embedding|embed_tokens|lm_head|model vocab\w*|config vocab\w*)\b[^\n]*?{number}", quiet=True)
+    for a in words:
+        for b in rows:
+            if a.line is not b.line and int(a[1].replace(",", "")) > int(b[1].replace(",", "")):
+                return a[1], b[1]
     for hit in e.search(
         r"(?:tokenizer|vocab\w*|token ids?|max(?:imum)? (?:token )?id)\D{0,30}(\d{4,7})\D{1,40}(?:embedding|model|rows|table|weight)\D{0,20}(\d{4,7})",
     ):  # fmt: skip

@@ -77,7 +77,7 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
     cannot be opened. The same words in an optional import that was caught are nothing."""
     failures = [f for f in e.errors if f.name == "ModuleNotFoundError"
                 or (f.name in ("ImportError", "OSError") and "cannot open shared object" in f.message)]  # fmt: skip
-    failures = [f for f in failures if "libcuda" not in f.message and "libnvidia" not in f.message]
+    failures = [f for f in failures if not re.search(r"libcuda\.so|libnvidia-ml", f.message)]
     hits: list[Failure | Hit] = [f for f in failures if not f.inner or f.root is f]
     hits += [h for h in e.search(r"^(?:/\S+/)?python[\d.]*: No module named (\S+)",
                                  r"^ImportError: [^\n]*requires the (\S+) (?:library|package)")]  # fmt: skip

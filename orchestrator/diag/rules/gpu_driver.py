@@ -194,7 +194,7 @@ def permission(e: Evidence) -> Iterator[Finding]:
     if closed and trouble and not hits:
         at: list[Hit | Line] = [*(n.line for n in closed[:2]), *trouble[:2]]
     elif hits:
-        at = [*hits[:4], *(n.line for n in closed[:1])]
+        at = [*hits[:4], *(n.line for n in closed[:1]), *trouble[:2]]
     else:
         return
     number = container_of(e)

@@ -25,7 +25,7 @@ OFFLINE = (
     r"Cannot reach https?://\S+: offline mode is enabled",
     r"HTTPSConnectionPool\(host='\S*(?:huggingface|hf\.co|modelscope|xethub|amazonaws|cloudfront|github)\S*'",
     r"(?:huggingface\.co|hf\.co|modelscope|cdn-lfs|xet)\S*[^\n]*(?:[Cc]onnect(?:ion)?(?:Error| timed out| refused| reset)?|"
-    r"[Tt]imed? ?out|resol|unreachable|Max retries|EOF occurred)",
+    r"[Tt]imed? ?out|[Nn]ame[ -]?[Rr]esolution|unreachable|Max retries|EOF occurred)",
     r"(?:NameResolutionError|NewConnectionError|ConnectTimeout(?:Error)?|ReadTimeout(?:Error)?|ProxyError|SSLError|MaxRetryError)"
     r"[^\n]*(?:hugging|hf\.co|hub|modelscope)",
     r"Couldn't reach '[^']+' on the Hub|ConnectionError: Couldn't reach",

@@ -204,7 +204,8 @@ def oversubscribed(e: Evidence) -> Iterator[Finding]:
     busy += [li for li, m in e.probes.search(r"(?:threads|nr_threads|Threads)\D{1,12}(\d+)")
              if cores and int(m[1]) > 16 * cores and load and load[0] > 1.5 * cores]  # fmt: skip
     slow = e.search(r"(?i)\b(?:data(?:loader| time| wait)?|loader)\b.{0,40}\b(?:slow|starv|behind|wait)")
-    if not hits and not (busy and (load or warned or slow)):
+    threads = e.search(r"OMP_NUM_THREADS ?[=:] ?\d+|MKL_NUM_THREADS", quiet=True)
+    if not hits and not (busy and (warned or slow or threads or _slow_data(e) or e.series)):
         return
     where = [p.lines[0] for p in e.probes.named(r"nproc|cpuset|cores") if p.lines]
     yield e.found(
@@ -220,6 +221,10 @@ def oversubscribed(e: Evidence) -> Iterator[Finding]:
         confidence=0.9 if hits else 0.8,
         lasting=not hits,
     )
+
+
+def _slow_data(e: Evidence) -> bool:
+    return any(s.waiting_share is not None and s.waiting_share > 0.5 for s in e.series.steps)
 
 
 def _cores(e: Evidence) -> float:
@@ -238,6 +243,10 @@ def _cores(e: Evidence) -> float:
 
 
 def _load(e: Evidence) -> tuple[float, Line] | None:
+    for probe in e.probes.named(r"load"):
+        match = re.search(r"(\d+(?:\.\d+)?)", probe.text)
+        if match is not None and probe.lines:
+            return float(match[1]), probe.lines[0]
     pattern = r"load average:? ?([\d.]+)|^([\d.]+) [\d.]+ [\d.]+ \d+/\d+ \d+|\bload\D{1,3}([\d.]+)"
     for line, match in e.probes.search(pattern):
         return float(next(g for g in match.groups() if g)), line

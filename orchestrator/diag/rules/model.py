@@ -14,7 +14,7 @@ LOAD = (
     r"SafetensorError|Error while deserializing header|HeaderTooLarge|HeaderTooSmall|InvalidHeader(?:Deserialization|Length|Start)?|"
     r"MetadataIncompleteBuffer|incomplete metadata, file not fully covered",
     r"PytorchStreamReader failed|failed finding central directory|not a ZIP archive|invalid header or archive is corrupted",
-    r"UnpicklingError|invalid load key|pickle data was truncated|Weights only load failed|Ran out of input",
+    r"UnpicklingError|invalid load key|pickle data was truncated|Weights only load failed",
     r"Error no file named [^\n]*(?:safetensors|pytorch_model|\.bin)",
     r"does not appear to have (?:a file|files) named",
     r"(?:No such file or directory|FileNotFoundError|not found|does not exist)[^\n]*(?:\.safetensors|pytorch_model|\.gguf|model-\d+-of-\d+|"
@@ -48,6 +48,8 @@ PARTIAL = (
     r"missing (?:the )?(?:shard|file|rank|optimizer|\.metadata|marker))",
     r"(?:no|without) (?:complete|COMPLETE|done|commit|\.metadata)[- ]?(?:marker|file|flag)?[^\n]*(?:checkpoint|ckpt)",
     r"(?:checkpoint|ckpt)\S*[^\n]*(?:no|without|lacks?|missing) (?:\.?metadata|marker|manifest|complete|COMPLETE|index)",
+    r"(?:step|epoch|iter|global_step)[-_ ]?\d+\S*:? [^\n]{0,40}\b(?:incomplete|partial(?:ly written)?|torn|truncated|corrupt(?:ed)?|unfinished)\b",
+    r"\b(?:incomplete|torn|truncated|unfinished|corrupt)\b[^\n]{0,60}\b(?:passed over|skipp(?:ed|ing)|falling back|fell back|using|resum\w+)\b[^\n]*(?:step|ckpt|checkpoint|epoch)",
     r"pass(?:ed|ing) over [^\n]*(?:checkpoint|ckpt)|(?:checkpoint|ckpt)\S*[^\n]*passed over",
     r"\.tmp\b[^\n]*(?:checkpoint|ckpt)[^\n]*(?:left|found|ignored|skipp)",
 )

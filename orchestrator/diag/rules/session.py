@@ -220,6 +220,8 @@ def killed(e: Evidence) -> Iterator[Finding]:
         return
     hits = [h for h in e.search(*_SIGNALLED, *_BARE) if not e.recovered(h.line)]
     record = e.outcome.exit
+    if record is not None and record.pipe and record.pipe[0] == 0 and not hits:
+        return  # another member of the pipe got the signal
     number = record.signal if record is not None else None
     at: list[Hit | Line] = list(hits)
     if record is not None:
@@ -232,6 +234,8 @@ def killed(e: Evidence) -> Iterator[Finding]:
     silent = not at and e.outcome.alive is False and not e.errors and e.outcome.ended is None
     if silent and e.outcome.last_step_line:
         at += [p.lines[0] for p in e.probes.named("ps|proc|alive") if p.lines]
+    if number == 6 and (e.failures or e.search(r"Watchdog|terminate called|NCCL error|Assertion")):
+        return  # an abort is somebody's answer to an error that was printed
     if at and number != 2:
         name = SIGNAL_NAMES.get(number or 0, "a signal nobody recorded")
         yield e.found(
