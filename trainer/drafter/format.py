@@ -1,6 +1,6 @@
 """Checkpoint forms that public readers load: z-lab's (default) and speculators'.
 
-Both are a folder with ``model.safetensors`` and ``config.json``, and hold the same tensors under the
+Both are a folder of ``model.safetensors`` and ``config.json`` that hold the same tensors under the
 same names; the configs differ. z-lab's form is what the ``dflash`` package, SGLang, SpecForge and
 vLLM read. Every layout flag and the RoPE base are written out, because a reader's default for a
 missing one has made whole servers accept nothing.
@@ -107,7 +107,7 @@ def misfits(config: DrafterConfig, state: dict[str, Tensor]) -> list[str]:
 
 
 def published_name(name: str) -> str:
-    """The selector's codebooks are published as bare matrices; all else is named as in the model."""
+    """The selector's codebooks are published as bare matrices; all else as the model names it."""
     for codebook in CODEBOOKS:
         if name == f"candidate_selector.{codebook}.weight":
             return f"candidate_selector.{codebook}"
