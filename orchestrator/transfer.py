@@ -17,6 +17,7 @@ from orchestrator.channel import AgentChannel
 from orchestrator.errors import ConnectionLost, HostUnreachable, TransferError
 from orchestrator.fleet import Fleet
 from orchestrator.follow import BACKOFF_S, Notice
+from orchestrator.paths import RunPaths
 from orchestrator.request import Request
 from orchestrator.target import Target
 
@@ -26,6 +27,9 @@ PARTS = ".dflashctl-pull"
 # for the reader of one request cannot serve another.
 AHEAD_BYTES = 8 << 20
 AHEAD_FILES = 32
+# The values of environment variables stand in start.json: it is never part of a pull.
+PRIVATE = frozenset({RunPaths("").start, RunPaths("").secrets})
+CHECKPOINTS = RunPaths("").checkpoints
 
 Progress = Callable[[int], None]
 
@@ -58,6 +62,26 @@ class Pulled:
     unchanged: int = 0
     skipped: int = 0
     """Links that point outside what was pulled."""
+
+
+class Wanted:
+    """Which paths of a run's folder are fetched: everything public, of the checkpoints ``newest``.
+
+    :param every: all checkpoints.
+    :param newest: a checkpoint's path, absolute or below the run; None takes none.
+    """
+
+    def __init__(self, *, every: bool, newest: str | None) -> None:
+        self._every = every
+        self._newest = newest
+
+    def __call__(self, path: str) -> bool:
+        if path in PRIVATE:
+            return False
+        if self._every or not path.startswith(f"{CHECKPOINTS}/"):
+            return True
+        name = self._newest.rstrip("/").rpartition("/")[2] if self._newest else None
+        return name is not None and path.split("/")[1] == name
 
 
 def check_path(path: str) -> tuple[str, ...]:

@@ -19,13 +19,8 @@ from orchestrator.cli.options import (
     Targets,
 )
 from orchestrator.cli.session import open_session
-from orchestrator.paths import RunPaths
 from orchestrator.release import Push
 from orchestrator.run import RunRef
-
-# The values of environment variables stand in start.json: it is never part of a pull.
-PRIVATE = frozenset({RunPaths("").start, RunPaths("").secrets})
-CHECKPOINTS = RunPaths("").checkpoints
 
 
 def push(
@@ -109,7 +104,7 @@ def pull(
                 RunRef(ref.target, run_id).target,
                 source,
                 (to or Path(run_id)).expanduser(),
-                wanted=_Wanted(every=everything or bool(path), newest=newest),
+                wanted=transfer.Wanted(every=everything or bool(path), newest=newest),
                 notice=output.notice,
                 progress=meter,
             )
@@ -133,20 +128,3 @@ def pull(
                 f"{pulled.files} files, {output.size(pulled.bytes)} into {pulled.destination} "
                 f"({pulled.unchanged} unchanged)"
             )
-
-
-class _Wanted:
-    """Which paths of a run's folder are fetched."""
-
-    def __init__(self, *, every: bool, newest: str | None) -> None:
-        self._every = every
-        self._newest = newest
-
-    def __call__(self, path: str) -> bool:
-        if path in PRIVATE:
-            return False
-        if self._every or not path.startswith(f"{CHECKPOINTS}/"):
-            return True
-        # `newest` is absolute or below the run; the listing is below the run.
-        name = self._newest.rstrip("/").rpartition("/")[2] if self._newest else None
-        return name is not None and path.split("/")[1] == name
