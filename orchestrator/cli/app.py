@@ -41,6 +41,7 @@ VERBS = {
     "push": Verb("transfer", "push", "Push the code, start nothing."),
     "pull": Verb("transfer", "pull", "Fetch checkpoints and logs, verified."),
     "doctor": Verb("doctor", "doctor", "Check everything a launch needs; start nothing."),
+    "play": Verb("play", "play", "Run a playbook: named steps, one status line each."),
     "env": Verb("env", "app", "The container's environment: freeze, diff, sync."),
     "init": Verb("init", "init", "Write a first inventory, start script and trainer config."),
     "inventory": Verb("inventory", "app", "List, find and check hosts and containers."),

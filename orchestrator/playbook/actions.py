@@ -23,6 +23,9 @@ class Action(BaseModel):
 class Preflight(Action):
     """Look at everything a launch needs; the step fails where `doctor` would."""
 
+    trainer: bool = False
+    """Also look for what our trainer needs (torch, transformers, pydantic)."""
+
 
 class Env(Action):
     """Compare the container's environment with a lock file, or write one."""
@@ -38,17 +41,20 @@ class Env(Action):
 
 
 class Push(Action):
-    """Push code as a release. A later launch starts from it."""
+    """Push code as a release. Later commands run in it, and a later launch starts from it."""
 
     code: Text = None
     """Folder on this machine; null is where the command stands."""
+    config: Text = None
+    """A trainer config on this machine: it and the trainer are taken along."""
 
 
 class Exec(Action):
     """Run one command in each container and show its output."""
 
     command: Argv
-    """argv, handed on word by word; no shell reads it."""
+    """argv, handed on word by word; no shell reads it. A first word ``python`` stands for the
+    container's interpreter."""
     cwd: Text = None
     """Null: the release that was pushed, else the workdir."""
     env: dict[str, str] = {}
@@ -81,7 +87,6 @@ class Launch(Action):
     """Variables that are kept secret."""
     log: Text = None
     """A link to the log at this path in the container."""
-    restarts: int = Field(0, ge=0)
     force: bool = False
 
 

@@ -211,6 +211,6 @@ def _one(item: Any, where: str) -> tuple[str, dict[str, Any], str | None]:
     known = ACTIONS[keys[0]].model_fields
     for key in parameters:
         if key not in known:
-            hint = nearest(str(key), known) or "; it takes none"
+            hint = nearest(str(key), known)
             raise UsageError(f"{where}: {keys[0]} has no parameter {key!r}{hint}")
     return keys[0], parameters, name

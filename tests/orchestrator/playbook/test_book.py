@@ -39,7 +39,7 @@ def test_steps_take_the_name_of_their_action_or_their_own() -> None:
         ("step: []", "unknown key 'step'; did you mean 'steps'?"),
         ("steps: [{lanch: {}}]", "step 1: unknown action 'lanch'; did you mean 'launch'?"),
         ("steps: [{launch: {nmae: x}}]", "launch has no parameter 'nmae'; did you mean 'name'?"),
-        ("steps: [{preflight: {deep: 1}}]", "no parameter 'deep'; it takes none"),
+        ("steps: [{preflight: {deep: 1}}]", "no parameter 'deep'; known: trainer"),
         ("steps: [{push: {}, launch: {}}]", "step 1 has 2 actions; a step has one"),
         ("steps: []", "steps is not a list of steps"),
         ("steps: [{exec: {command: bash}}]", "step exec: command: Input should be a valid list"),
