@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -169,6 +170,9 @@ class OptimizationConfig(_Section):
     """Limit of the gradient's global norm."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the computation; the master weights are float32 always."""
+    head_sample: int | None = Field(None, ge=0)
+    """For a CPU: the softmax runs over the tokens of the training data and so many others, drawn
+    anew at each step (``trainer/sampled_head.py``). Null: the whole vocabulary."""
     nonfinite_limit: int = Field(10, ge=0)
     """Steps skipped for a non-finite loss or gradient before the run stops."""
 
@@ -180,11 +184,16 @@ class OptimizationConfig(_Section):
 
 
 class CheckpointConfig(_Section):
+    """``best`` is the one with the highest estimated acceptance on held-out samples."""
+
     every: int = Field(500, ge=1)
     """Steps between checkpoints; the last step always makes one."""
     keep_last: int = Field(2, ge=1)
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints whose step is a multiple of this are never deleted."""
+    validate_batches: int = Field(4, ge=0)
+    """Held-out microbatches measured at each checkpoint; their features stay in memory. 0, or no
+    held-out sample: the training steps since the last checkpoint decide instead."""
 
 
 class PipelineConfig(_Section):
@@ -319,8 +328,7 @@ def _explain(item: Any) -> str:
     location = [part for part in item["loc"] if part not in ("file", "self")]
     where = ".".join(str(part) for part in location)
     if item["type"] == "extra_forbidden":
-        section = _section(location[:-1])
-        names = list(section.model_fields) if section else []
+        names = _known_keys(location[:-1])
         near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
         hint = f"; did you mean `{near[0]}`?" if near else f"; known: {', '.join(names)}"
         return f"{where}: unknown key{hint}"
@@ -332,26 +340,22 @@ def _explain(item: Any) -> str:
     return f"{where}: {message}{shown}" if where else message
 
 
-def _section(location: list[Any]) -> type[BaseModel] | None:
-    """The model that a path of keys leads to."""
-    model: type[BaseModel] | None = TrainConfig
+def _known_keys(location: Sequence[str | int]) -> list[str]:
+    """The keys of the section that a path leads to; of all kinds where there are several."""
+    models: list[type[BaseModel]] = [TrainConfig]
     for key in location:
-        if isinstance(key, int):
-            continue
-        found = model.model_fields.get(key) if model else None
-        model = _model_in(found.annotation) if found else None
-    return model
+        if isinstance(key, str):
+            fields = [m.model_fields[key] for m in models if key in m.model_fields]
+            models = [model for field in fields for model in _models_in(field.annotation)]
+    return list(dict.fromkeys(name for model in models for name in model.model_fields))
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
+        return [annotation]
     if get_origin(annotation) in (Union, UnionType, Annotated, list):
-        for part in get_args(annotation):
-            found = _model_in(part)
-            if found:
-                return found
-    return None
+        return [model for part in get_args(annotation) for model in _models_in(part)]
+    return []
 
 
 def _absolute(config: TrainConfig, base: Path) -> TrainConfig:

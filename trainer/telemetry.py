@@ -24,6 +24,7 @@ EVENTS_FILE = "events.jsonl"
 
 EventKind = Literal[
     "started",  # the config is accepted; detail: config, data fingerprint
+    "data",  # prepared; detail: fingerprint
     "plan",  # devices and roles; detail: the plan as data
     "compiling",  # warm-up of one shape begins; detail: name
     "compiled",  # warm-up of one shape ended; detail: name, seconds

@@ -1,0 +1,77 @@
+"""``python -m trainer``: train, check, data, evaluate, export.
+
+Exit codes: 0 good · 1 the run failed · 2 wrong input · 4 too little memory, disk or a missing
+device · 130, 143 left after SIGINT, SIGTERM with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, then import what the command needs: `--help` waits for no torch."""
+    # `kill -USR1` prints every thread's stack into the log: what to do when a run seems to hang.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    options = parser().parse_args(arguments)
+    # transformers' progress bars write carriage returns into a log that is read line by line.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from trainer import commands
+    from trainer.errors import TrainerError
+
+    try:
+        code: int = getattr(commands, options.run)(options)
+        return code
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except BrokenPipeError:
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.split("\n")[0])
+    verbs = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def verb(name: str, run: str, text: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        return made
+
+    def config(made: argparse.ArgumentParser) -> None:
+        made.add_argument("config", type=Path, help="YAML; trainer/config.py documents each field")
+
+    config(verb("train", "train", "make or load the data, train, evaluate"))
+    config(verb("check", "check", "say what a config would do and the memory it needs"))
+
+    evaluate = verb("evaluate", "evaluate", "measure a checkpoint by speculative decoding")
+    evaluate.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder in z-lab form")
+    evaluate.add_argument("--target", help="the target (default: the one it was trained for)")
+    evaluate.add_argument("--prompts", required=True, help="JSONL with `messages` or `prompt`")
+    evaluate.add_argument("--count", type=int, default=20, help="prompts (20)")
+    evaluate.add_argument("--max-new-tokens", type=int, default=128, help="for each prompt (128)")
+    evaluate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    evaluate.add_argument("--seed", type=int, default=0)
+    evaluate.add_argument("--json", type=Path, help="write the measures to this file too")
+
+    data = verb("data", "data", "prepare or check the data of a config")
+    parts = data.add_subparsers(required=True, metavar="ACTION", dest="action")
+    config(parts.add_parser("prepare", help="make and tokenize it; continues what was begun"))
+    config(parts.add_parser("check", help="read every line and report what is wrong"))
+
+    export = verb("export", "export", "convert a checkpoint for a server")
+    export.add_argument("checkpoint", type=Path)
+    export.add_argument("folder", type=Path, help="where to write")
+    export.add_argument("--form", choices=("zlab", "speculators"), default="zlab")
+    return top
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The drafter on held-out samples, teacher-forced: the same loss on the same anchors each time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trainer.data.batch import Batch
+from trainer.data.pack import PackedBatches
+from trainer.drafter.config import SLIDING
+from trainer.drafter.mask import MaskBuilder
+from trainer.drafter.model import Drafter
+from trainer.head_loss import fast_head_loss
+from trainer.objective import DrafterLoss
+from trainer.pipeline.stages import Sums
+
+if TYPE_CHECKING:
+    from trainer.run import Run
+
+
+class Validator:
+    """Measures masters on a few fixed microbatches. Their features are computed at the first use
+    and kept on the CPU."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.count = run.config.checkpoint.validate_batches if len(run.data.held_out) else 0
+        self._kept: list[tuple[Batch, Tensor]] = []
+        self._loss: DrafterLoss | None = None
+
+    @torch.no_grad()
+    def measure(self, master: dict[str, Tensor]) -> Sums | None:
+        """None when there is nothing held out to measure on."""
+        if not self.count:
+            return None
+        loss = self._loss = self._loss or self._make_loss()
+        loss.drafter.load_state_dict(master)
+        total: Tensor | None = None
+        for batch, features in self._batches():
+            found = loss(batch, features)
+            sums = Sums.vector(
+                found.loss, found.weight, found.tau, found.blocks, found.correct, found.count
+            )
+            total = sums if total is None else total + sums
+        assert total is not None
+        return Sums.read(total)
+
+    def _batches(self) -> list[tuple[Batch, Tensor]]:
+        if not self._kept:
+            run = self.run
+            batches = PackedBatches(run.data.held_out, run.config, run.batches.pad_token)
+            rows = batches.rows * batches.slots
+            steps = max(1, min(self.count, len(batches.packed) // rows))
+            target = run.make_target(torch.device("cpu"))
+            for step in range(steps):
+                for slot in range(batches.slots):
+                    batch = batches(step, slot)
+                    self._kept.append((batch, target.features(batch).float()))
+        return self._kept
+
+    def _make_loss(self) -> DrafterLoss:
+        config = self.run.resolved.drafter
+        device = torch.device("cpu")
+        types = config.layer_types
+        masks = MaskBuilder(
+            config.block_size,
+            full=set(types) != {SLIDING},
+            window=config.sliding_window if SLIDING in types else None,
+        )
+        frozen = self.run.targets.frozen(device, torch.float32)
+        return DrafterLoss(
+            Drafter(config).to(device),
+            frozen,
+            self.run.config.objective,
+            masks,
+            head_loss=fast_head_loss(device),
+        )
