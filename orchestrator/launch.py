@@ -19,6 +19,7 @@ from orchestrator import fleet as fleets
 from orchestrator import pct, preflight
 from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
+from orchestrator.environment import remote as environments
 from orchestrator.errors import (
     ConnectionLost,
     DflashctlError,
@@ -253,10 +254,13 @@ def _attempt(
     fleet.state.remember(order.run_id, target)
     diff = release.git.diff if release and release.git else b""
     starting = channel.request("run.start", diff, **order.start_fields(target, release), **which)
+    recording = environments.record(channel, target, order.run_id, order.environment)
     # In this order, so that the first failure told is the first cause.
     for request in sent:
         request.result()
-    return Started(order.run_id, target, starting.result(), checks)
+    answer = starting.result()
+    environments.finish(recording)
+    return Started(order.run_id, target, answer, checks)
 
 
 def preflight_fields(target: Target, order: Order, release: Release | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.alarm import Notice, Throughput, Watched
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import DflashctlError, UnreachableError
+from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet
 from orchestrator.run import RunSummary
 from orchestrator.target import Target
@@ -134,7 +134,7 @@ def _row(row: Row, widths: list[int], bars: str) -> Line:
     cells = [""] * len(COLUMNS)
     cells[0] = fit_run(row.run_id, widths[0]) if row.run_id else "-"
     cells[1] = fit(row.where, widths[1])
-    cells[2] = watched.state if row.run_id or watched.unreachable else "idle"
+    cells[2] = _state(row)
     if summary is not None and summary.step is not None:
         cells[3] = f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step)
     if live and summary is not None and summary.tokens_per_s is not None:
@@ -149,6 +149,13 @@ def _row(row: Row, widths: list[int], bars: str) -> Line:
     slow = ((start + widths[2] + widths[3] + 2, start + sum(widths[2:6]) + 3, "bold yellow"),)
     styles = ((start, start + widths[2], style), *(slow if watched.throughput.is_slow else ()))
     return Line(_join([fit(c, w) for c, w in zip(cells, widths, strict=True)], widths), styles)
+
+
+def _state(row: Row) -> str:
+    error = row.watched.unreachable
+    if row.run_id is None and error is None:
+        return "idle"
+    return "off" if isinstance(error, ContainerNotRunning) else row.watched.state
 
 
 def _join(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -209,8 +216,12 @@ class Board:
         name = answer.target.name
         rows = self._rows.setdefault(name, {})
         if answer.error is not None:
-            for row in [r for r in rows.values() if r.is_live] or [self._bare(name, rows)]:
+            live = [row for row in rows.values() if row.is_live]
+            for row in live:
                 self._tell(row, row.watched.miss(answer.error))
+            if not live:
+                # Nothing of it was known to run: shown, and no alarm.
+                self._rows[name] = {None: self._bare(name, answer.error)}
             return
         runs = [run for run in answer.runs if not run.is_over] or list(answer.runs[:1])
         kept: dict[str | None, Row] = {
@@ -231,8 +242,10 @@ class Board:
     def _new(self, where: str, run_id: str | None) -> Row:
         return Row(where, Watched(Throughput(drop=self._drop)), run_id)
 
-    def _bare(self, name: str, rows: dict[str | None, Row]) -> Row:
-        return rows.setdefault(None, self._new(name, None))
+    def _bare(self, name: str, error: DflashctlError) -> Row:
+        row = self._new(name, None)
+        row.watched.miss(error)
+        return row
 
     def _tell(self, row: Row, notices: list[Notice]) -> None:
         stamp = time.strftime("%H:%M:%S")

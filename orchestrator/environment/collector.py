@@ -34,6 +34,8 @@ NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "LANG", "PATH", "TMPDIR", "XDG_CACHE_H
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 # A cache of a long project holds 10^5 files; its size is only a hint.
 CACHE_FILES = 20_000
+# It may be sent a moment before the folder it writes to is made, and never if that is refused.
+FOLDER_WAIT_S = 30.0
 
 
 def collect() -> dict[str, Any]:
@@ -226,6 +228,11 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def write(path: str, text: str) -> None:
+    deadline = time.monotonic() + FOLDER_WAIT_S
+    while not os.path.isdir(os.path.dirname(path)):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
     temporary = f"{path}.{os.getpid()}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:

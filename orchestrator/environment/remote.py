@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,12 @@ def collect(channel: AgentChannel, target: Target) -> Environment:
 
 
 def record(
-    channel: AgentChannel,
-    target: Target,
-    run_id: str,
-    variables: Mapping[str, str],
-    after: Sequence[int],
+    channel: AgentChannel, target: Target, run_id: str, variables: Mapping[str, str]
 ) -> Request:
-    """Leave the run's environment in its folder, once the requests ``after`` have ended well.
+    """Leave the environment in the folder of a run that is being started. See :func:`finish`.
 
-    The collector leaves at once and works in the background: nobody waits for it.
+    Sent beside ``run.start``, not after it: the collector goes to the background at once and waits
+    there for the run's folder, so that a launch takes no longer for it.
     """
     into = ContainerPaths(target.settings.workdir).run(run_id).environment
     return channel.request(
@@ -63,9 +61,14 @@ def record(
         command=collector_argv(target.settings.python, into),
         env=dict(variables),
         cwd="/",
-        after=list(after),
         timeout_s=COLLECT_S,
     )
+
+
+def finish(recording: Request) -> None:
+    """Wait until the collector is on its own. A run without its record is a run all the same."""
+    with contextlib.suppress(DflashctlError):
+        recording.result()
 
 
 def recorded(channel: AgentChannel, target: Target, run_id: str) -> Environment:
