@@ -15,7 +15,7 @@ from orchestrator.diag.finding import ORDER, Finding
 
 # What a finding of this code can be the mere effect of. A pattern is matched against the cause's code.
 EFFECT_OF: dict[str, str] = {
-    "code.error": r"run\.interrupted|(?!code\.error|unknown|run\.|exit\.|throughput\.|nccl\.peer_lost|loss\.diverged|loss\.stuck|env\.clock).*",
+    "code.error": r"run\.(?:interrupted|killed)|(?!code\.error|unknown|run\.|exit\.|throughput\.|nccl\.peer_lost|loss\.diverged|loss\.stuck|env\.clock).*",
     "run.killed": r"(?!run\.killed|unknown|exit\.masked|throughput\.|code\.error|nccl\.peer_lost|loss\.|compile\.eager|"
     r"compile\.recompile_storm).*|code\.error",
     "run.hang": r"gpu\.xid|gpu\.illegal_access|ct\.|mem\.oom|compile\.fx_race|tmux\.died|ssh\.|gpu\.oom|run\.not_started|"
@@ -38,7 +38,7 @@ EFFECT_OF: dict[str, str] = {
     "ssh.auth": r"ssh\.host_key",
     "gpu.none": r"gpu\.(?:driver|uvm|node|permission|busy|xid)|nccl\.init",
     "gpu.driver_missing": r"gpu\.(?:driver_mismatch|node_invalid|permission|uvm_missing|xid)",
-    "gpu.permission": r"gpu\.(?:node_invalid|driver_mismatch)",
+    "gpu.permission": r"gpu\.(?:node_invalid|driver_mismatch)|mem\.pinned_limit",
     "gpu.uvm_missing": r"gpu\.(?:node_invalid|driver_mismatch|driver_missing)",
     "gpu.illegal_access": r"gpu\.xid|data\.tokenizer",
     "gpu.oom": r"gpu\.busy|compile\.(?:recompile_limit|eager_fallback|fx_race|backend_failed)",
@@ -90,6 +90,8 @@ def explains(cause: Finding, effect: Finding) -> bool:
         set(cause.evidence) & set(effect.evidence) or cause.position > effect.position > 0
     ):
         return False  # the same exception, or one after it
+    if (cause.code, effect.code) == ("run.killed", "code.error"):
+        return bool(set(cause.evidence) & set(effect.evidence))  # one line that tells of both
     if cause.code == "run.interrupted" and cause.position > effect.position:
         return False
     if cause.position and effect.position and cause.position > effect.position + 40:

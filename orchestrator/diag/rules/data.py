@@ -89,7 +89,7 @@ def missing(e: Evidence) -> Iterator[Finding]:
 def _is_data(failure: Failure) -> bool:
     message = failure.message
     if re.search(r"safetensors|pytorch_model|/hub/|config\.json|tokenizer|\.pt\b|\.pth\b|ckpt|checkpoint|torchinductor|triton|"
-                 r"adapter|/dev/|\.so\b|\.cu?h\b|\.sh\b|\.py\b|\.ya?ml|\.toml", message):  # fmt: skip
+                 r"adapter|\.metadata|\.distcp|/(?:step|epoch|global_step)[-_]?\d+/|/dev/|\.so\b|\.cu?h\b|\.sh\b|\.py\b|\.ya?ml|\.toml", message):  # fmt: skip
         return False
     if re.search(_DATA_FILE, message):
         return True
@@ -160,7 +160,8 @@ def empty_mask(e: Evidence) -> Iterator[Finding]:
     strings differ, everything was cut away. trl's ``Could not find response key``, transformers'
     ``chat template does not contain {% generation %}``. A few such documents are skipped, not fatal."""
     hits = [h for h in e.search(*EMPTY) if not re.search(r"(?i)warn_if|--|skipp?(?:ed|ing)? \d+ of", h.line.text)]
-    hits = [h for h in hits if not e.recovered(h.line)]
+    nan = any(s.loss is None or s.loss != s.loss for s in e.series.losses()[-2:])
+    hits = [h for h in hits if nan or not e.recovered(h.line)]
     zero = [s for s in e.series.losses() if s.loss == 0]
     flat = bool(zero) and len(zero) >= max(3, len(e.series.losses()) // 2)
     if not hits and not flat:
@@ -176,7 +177,7 @@ def empty_mask(e: Evidence) -> Iterator[Finding]:
         "the config must equal the template's (<|im_start|>assistant); longer sequences if answers are cut off",
         confidence=0.88,
         severity="fatal",
-        lasting=flat or any(s.loss != s.loss for s in e.series.losses()[-2:]),
+        lasting=flat or nan,
     )
 
 

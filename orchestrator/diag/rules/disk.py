@@ -25,6 +25,7 @@ WRITER = (
     r"file write failed|basic_ios::clear: iostream error",
 )
 THIN = (
+    r"out-of-data-space|out of (?:meta)?data space|^\S+ +\S+ +t\S+ .* 100\.00\b",
     r"dm-thin|thin(?: |-)?pool.*(?:out of (?:data )?space|full|100)|device-mapper: thin:.*(?:no free|out of)",
     r"(?:pool|pve/data).*(?:reached|Data%?)\D{0,20}100|Suspending .* out of space",
 )
@@ -92,7 +93,8 @@ def _room_unknown(e: Evidence) -> bool:
 def readonly(e: Evidence) -> Iterator[Finding]:
     """Errno 30, 5 and 116; ext4's ``Remounting filesystem read-only``, block layer's ``I/O error,
     dev sda``; a network mount that went stale."""
-    hits = [h for h in e.search(*READONLY) if not re.search(r"\btty\b|pty|console|NVRM", h.line.text)]
+    hits = [h for h in e.search(*READONLY) if not re.search(r"\btty\b|pty|console|NVRM", h.line.text)
+            and not _CACHE.search(h.line.text)]  # fmt: skip
     log = [h for h in hits if h.line.source == "log"]
     if not log and not _writes_failed(e, hits):
         return

@@ -184,9 +184,9 @@ def _in_trouble(e: Evidence) -> bool:
 
 def _advancing(e: Evidence) -> bool:
     """Running, and its last words are steps."""
-    return bool(e.series) and e.outcome.last_line - e.outcome.last_step_line < 5 and (
-        e.probes.silence is None
-    )
+    now, write = e.probes.now, e.probes.last_write
+    silent = e.probes.silence is not None or (now is not None and write is not None and now - write > 600)
+    return bool(e.series) and e.outcome.last_line - e.outcome.last_step_line < 5 and not silent
 
 
 def _unrelated(e: Evidence) -> bool:

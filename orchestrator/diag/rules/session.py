@@ -120,7 +120,7 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
 def not_started(e: Evidence) -> Iterator[Finding]:
     """A session without a trainer: it waits at a prompt, the script is absent or not executable,
     tmux had a session of that name, or it ended at once without a word."""
-    if e.series or e.outcome.state == "finished":
+    if e.series or (e.outcome.state == "finished" and any(not _bookkeeping(li) for li in e.lines)):
         return
     words = [h for h in e.search(*NEVER) if not e.recovered(h.line)]
     prompt = [li for li, _ in e.probes.search(PROMPT)]
