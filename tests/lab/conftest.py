@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from laptop import Cli
 
 from orchestrator.lab import Container, Lab, LabSpec
+from orchestrator.lab.proxy import Proxy
 from orchestrator.lab.requirements import missing, reason_to_skip
 from orchestrator.lab.spec import DEFAULT_CONTAINERS
+from orchestrator.run import ENDED
 
 MakeLab = Callable[..., Lab]
 
@@ -74,3 +78,41 @@ def each_lab(request: pytest.FixtureRequest, make_lab: MakeLab, lab: Lab) -> Lab
     other = make_lab(backend=request.param)
     other.up()
     return other
+
+
+@pytest.fixture
+def cli(lab: Lab, tmp_path: Path) -> Cli:
+    home = tmp_path / "home"
+    home.mkdir()
+    return Cli(home, lab.inventory)
+
+
+@pytest.fixture
+def proxied(lab: Lab, cli: Cli, tmp_path: Path) -> Iterator[Proxy]:
+    """A proxy between ``cli`` and the lab's sshd; the host's key is checked as ever."""
+    known = yaml.safe_load(lab.inventory.read_text())
+    config = tmp_path / "ssh_config"
+    config.write_text(f"HostKeyAlias [127.0.0.1]:{lab.spec.port}\n")
+    with Proxy(lab.spec.port) as proxy:
+        known["hosts"]["lab"] |= {"port": proxy.port, "ssh_config": str(config)}
+        cli.inventory = tmp_path / "proxied.yaml"
+        cli.inventory.write_text(yaml.safe_dump(known))
+        yield proxy
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder to push, with nothing in it yet."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def stopped_after(lab: Lab, cli: Cli) -> Iterator[None]:
+    """Whatever a test leaves running in the containers is ended."""
+    yield
+    own = Cli(cli.home, lab.inventory)
+    live = [run for run in own.json("ps")["runs"] if run["state"] not in ENDED]
+    for run in live:
+        own("stop", run["run_id"], "--host", "lab", "--ct", str(run["ct"]), "--grace", "1s")

@@ -1,0 +1,59 @@
+"""The laptop's side of the lab tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class Cli:
+    """``dflashctl`` as a user runs it: a process of its own, with a home of its own."""
+
+    def __init__(self, home: Path, inventory: Path) -> None:
+        self.home = home
+        self.inventory = inventory
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {"PATH", "LANG", "LC_ALL", "TERM"} & os.environ.keys()
+        return {
+            **{name: os.environ[name] for name in kept},
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(self.home),
+            "DFLASHCTL_INVENTORY": str(self.inventory),
+        }
+
+    def start(self, *words: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.cli", *map(str, words)],
+            cwd=cwd or self.home,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(
+        self, *words: str | Path, cwd: Path | None = None, code: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run to the end; ``code`` is the exit code that must come out. No traceback, ever."""
+        process = self.start(*words, cwd=cwd)
+        out, err = process.communicate(timeout=120)
+        done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        assert "Traceback" not in err, err
+        assert code is None or done.returncode == code, f"exit {done.returncode}: {out}\n{err}"
+        return done
+
+    def json(self, *words: str | Path, cwd: Path | None = None, code: int = 0) -> dict[str, Any]:
+        """The one JSON object that a verb prints."""
+        at = words.index("--") if "--" in words else len(words)
+        done = self(*words[:at], "--json", *words[at:], cwd=cwd, code=code)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
