@@ -102,12 +102,12 @@ def column_widths(width: int) -> list[int]:
 
 
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """The last ``width`` values as bars from zero to the greatest of them."""
-    shown = [v for v in values if v >= 0][-width:]
-    top = max(shown, default=0.0)
+    """The last ``width`` values as bars from zero to the greatest of all: a fall stays seen."""
+    known = [v for v in values if v >= 0]
+    top = max(known, default=0.0)
     if not top > 0:
         return ""
-    return "".join(bars[min(len(bars) - 1, int(v / top * len(bars)))] for v in shown)
+    return "".join(bars[min(len(bars) - 1, int(v / top * len(bars)))] for v in known[-width:])
 
 
 def fit(text: str, width: int) -> str:

@@ -56,7 +56,9 @@ def top(
 
 
 def _frame(board: Board) -> list[Line]:
-    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    # The original: rich's stands in for it while the screen is live.
+    encoding = getattr(sys.__stdout__, "encoding", None) or ""
+    unicode = encoding.lower().replace("-", "") == "utf8"
     return frame(
         board.rows,
         board.alarms,

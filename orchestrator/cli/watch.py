@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,7 +16,7 @@ from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
 from orchestrator.cli.session import open_session
 from orchestrator.run import seconds
-from orchestrator.watch import Watch
+from orchestrator.watch import Report, Watch
 from orchestrator.webhook import Webhook
 
 
@@ -54,17 +58,46 @@ def watch(
             every_s=max(seconds(every), 0.2),
             stall_s=seconds(stall) if stall else None,
         )
+        standing = _Standing(watched.reports, live=sys.stdout.isatty() and not as_json)
         try:
             for report in watched.run():
+                standing.clear()
                 for notice in report.notices:
                     body = report.as_dict(notice)
                     if as_json:
                         output.emit(body)
                     else:
-                        output.say(f"{time.strftime('%H:%M:%S')} {body['text']}")
+                        text = body["text"]
+                        shown = output.paint(text, "33;1") if notice.is_alarm else text
+                        output.say(f"{time.strftime('%H:%M:%S')} {shown}")
                     if hook:
                         hook.send(body)
+                standing.show()
         finally:
+            standing.clear()
             if hook:
                 hook.close()
     raise typer.Exit(alarm.verdict([report.watched for report in watched.reports]))
+
+
+class _Standing:
+    """The line below the notices that says how things stand, on a terminal only."""
+
+    def __init__(self, reports: Sequence[Report], *, live: bool) -> None:
+        self._reports = reports
+        self._live = live
+
+    def show(self) -> None:
+        if self._live:
+            width = shutil.get_terminal_size().columns
+            print(self._text()[: width - 1], end="", flush=True)
+
+    def clear(self) -> None:
+        if self._live:
+            print("\r\x1b[K", end="", flush=True)
+
+    def _text(self) -> str:
+        if len(self._reports) == 1:
+            return alarm.status_line(self._reports[0].watched)
+        states = Counter(report.watched.state for report in self._reports)
+        return ", ".join(f"{count} {state}" for state, count in states.items())

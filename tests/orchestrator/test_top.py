@@ -80,7 +80,12 @@ def test_alarms_stand_below_the_newest_last() -> None:
 
 @pytest.mark.parametrize(
     ("values", "drawn"),
-    [([], ""), ([0.0, 0.0], ""), ([1.0, 2.0, 4.0, 8.0], "▂▃▅█"), ([5.0] * 50, "█" * 10)],
+    [
+        ([], ""),
+        ([0.0, 0.0], ""),
+        ([1.0, 2.0, 4.0, 8.0], "▂▃▅█"),
+        ([8.0] * 50 + [2.0] * 10, "▃" * 10),
+    ],
 )
 def test_a_sparkline_starts_at_zero(values: list[float], drawn: str) -> None:
     assert sparkline(values, 10) == drawn
