@@ -47,7 +47,7 @@ def store(d,h,z):
   for s in"/dev/shm","/tmp":
    try:return put(tempfile.mkdtemp("","dflashctl-",s),h,z)
    except OSError as x:r=x
-  e("agent.store","no room for the agent's program: %s"%r);sys.exit()
+  e("agent.store","no room for the program of the agent: %s"%r);sys.exit()
  finally:os.umask(u)
 os.write(1,b"\0DFLASH1\n")
 while 1:

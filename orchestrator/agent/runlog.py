@@ -101,12 +101,8 @@ class RunLog:
 
     def _put(self, data: memoryview) -> int:
         """Write a piece of it, at most up to where the file is to be rotated."""
-        if self._size and self._size + len(data) > self._limit:
-            if self._line_start:
-                self._rotate()
-            else:
-                end = bytes(data).find(b"\n") + 1
-                data = data[:end] if end else data
+        if self._size + len(data) > self._limit:
+            data = self._fitting(data)
         if self._line_start:
             self._mark()
         done = os.write(self._file, data)
@@ -115,6 +111,17 @@ class RunLog:
         if done:
             self._line_start = data[done - 1] in b"\n\r"
         return done
+
+    def _fitting(self, data: memoryview) -> memoryview:
+        """The lines of it that the file has room for; at least one, after a rotation if need be."""
+        room = max(self._limit - self._size, 0)
+        end = bytes(data[:room]).rfind(b"\n") + 1
+        if not end and self._size and self._line_start:
+            self._rotate()
+            end = bytes(data[: self._limit]).rfind(b"\n") + 1
+        if not end:
+            end = bytes(data).find(b"\n") + 1
+        return data[:end] if end else data
 
     def _mark(self) -> None:
         """The index: what stands from here on was written from now on."""

@@ -135,6 +135,8 @@ class Supervisor:
         self.heartbeat = Heartbeat(paths)
         self.end = ExitRecord(paths)
         self._wake = self._take_signals()
+        # Before the first fork: a script that puts itself into the background ends within 2 ms.
+        _become_subreaper()
 
     def run(self) -> None:
         while True:
@@ -178,8 +180,6 @@ class Supervisor:
         with contextlib.suppress(OSError):
             # 1 MiB: at 100,000 lines a second the command never waits for us.
             fcntl.fcntl(child.output, _F_SETPIPE_SZ, 1 << 20)
-        if number == 1:
-            _become_subreaper()
         self._write_identity(child)
         self._watch(child)
         os.close(child.output)

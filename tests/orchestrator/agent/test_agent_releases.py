@@ -1,0 +1,331 @@
+"""Releases: whole or absent, sent once, verified, and no job can spoil another's code."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.agent.manifest import Entry, dump
+
+ODD = {
+    os.fsencode("with space/it's.py"): b"1",
+    os.fsencode("new\nline"): b"2",
+    b"not-utf8-\xff\xfe/\x80.bin": b"3",
+    os.fsencode("-rf"): b"4",
+    os.fsencode("ünï/文"): b"5",
+    b'quote"`$(touch oops)': b"6",
+    b"twin a": b"same",
+    b"twin b": b"same",
+    b"empty": b"",
+}
+
+
+def entries_of(files: Mapping[bytes, bytes], *others: Entry) -> list[Entry]:
+    made = [
+        Entry("f", os.fsdecode(name), hashlib.sha256(data).hexdigest(), len(data))
+        for name, data in files.items()
+    ]
+    return sorted([*made, *others], key=lambda entry: os.fsencode(entry.path))
+
+
+class Pusher:
+    """The laptop's side of a push."""
+
+    def __init__(self, agent: Any, files: Mapping[bytes, bytes], *others: Entry) -> None:
+        self.agent = agent
+        self.files = files
+        self.entries = entries_of(files, *others)
+        self.begun = agent.stream("release.begin", dump(self.entries))
+        self.answer = agent.result(self.begun)
+
+    def blobs(self) -> int:
+        wanted = [self.entries[index] for index in self.answer["missing"]]
+        data = b"".join(self.files[os.fsencode(entry.path)] for entry in wanted)
+        names = [[entry.digest, entry.size] for entry in wanted]
+        return int(self.agent.stream("release.blobs", data, blobs=names))
+
+    def commit(self, *after: int) -> dict[str, Any]:
+        number = self.agent.send("release.commit", begin=self.begun, after=list(after))
+        return dict(self.agent.result(number))
+
+    def run(self) -> dict[str, Any]:
+        return self.commit(self.blobs())
+
+
+def push(agent: Any, files: Mapping[bytes, bytes], *others: Entry) -> dict[str, Any]:
+    return Pusher(agent, files, *others).run()
+
+
+def content(path: str) -> dict[bytes, bytes]:
+    found = {}
+    root = os.fsencode(path)
+    for folder, _, names in os.walk(root):
+        for name in names:
+            full = os.path.join(folder, name)
+            if not os.path.islink(full):
+                found[os.path.relpath(full, root)] = Path(os.fsdecode(full)).read_bytes()
+    return found
+
+
+def test_every_kind_of_entry_arrives_as_it_was(agent: Any) -> None:
+    program = Entry("f", "run.sh", hashlib.sha256(b"x").hexdigest(), 1, executable=True)
+    others = [
+        program,
+        Entry("l", "link", target="run.sh"),
+        Entry("l", "dangling", target=os.fsdecode(b"/no/\xff")),
+        Entry("d", "empty folder"),
+    ]
+    pusher = Pusher(agent, {**ODD, b"twin x": b"x"}, *others)
+    pusher.files = {**pusher.files, b"run.sh": b"x"}
+    done = pusher.run()
+    root = Path(done["path"])
+    assert content(done["path"]) == {**ODD, b"twin x": b"x", b"run.sh": b"x"}
+    assert os.access(root / "run.sh", os.X_OK) and not os.access(root / "twin x", os.X_OK)
+    assert os.readlink(root / "link") == "run.sh"
+    assert os.readlink(os.fsencode(root / "dangling")) == b"/no/\xff"
+    assert list((root / "empty folder").iterdir()) == []
+
+
+def test_only_what_changed_travels(agent: Any) -> None:
+    files = {b"%d.py" % number: os.urandom(100) for number in range(50)}
+    first = push(agent, files)
+    files[b"7.py"] = b"changed"
+    second = Pusher(agent, files)
+    assert second.answer["bytes"] == len(b"changed")
+    assert len(second.answer["missing"]) == 1
+    done = second.run()
+    assert content(done["path"]) == files
+    assert content(first["path"])[b"7.py"] != b"changed"
+
+
+def test_the_same_code_is_the_same_release(agent: Any) -> None:
+    first = push(agent, ODD)
+    again = Pusher(agent, ODD)
+    assert again.answer == {"release": first["release"], "present": True, "missing": [], "bytes": 0}
+    assert again.commit()["existing"]
+
+
+def test_deleted_files_do_not_linger_and_older_content_comes_back(agent: Any) -> None:
+    push(agent, {b"a": b"new", b"gone": b"1"})
+    done = push(agent, {b"a": b"old"})
+    assert content(done["path"]) == {b"a": b"old"}
+
+
+def test_a_whole_launch_needs_no_answer_in_between(agent: Any) -> None:
+    """begin, then everything else at once: two round trips."""
+    pusher = Pusher(agent, {b"a": b"1"})
+    blobs = pusher.blobs()
+    commit = agent.send("release.commit", begin=pusher.begun, after=[blobs])
+    listing = agent.send("release.list", after=[commit])
+    assert len(agent.result(listing)["releases"]) == 1
+
+
+def test_compressed_blobs_arrive(agent: Any) -> None:
+    files = {b"a": b"a" * 3_000_000, b"b": os.urandom(1000)}
+    pusher = Pusher(agent, files)
+    wanted = [pusher.entries[index] for index in pusher.answer["missing"]]
+    data = zlib.compress(b"".join(files[os.fsencode(entry.path)] for entry in wanted))
+    names = [[entry.digest, entry.size] for entry in wanted]
+    number = agent.stream("release.blobs", data, blobs=names, encoding="zlib")
+    assert content(pusher.commit(number)["path"]) == files
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"X" + data[1:]],
+    ids=["short", "long", "changed"],
+)
+def test_blobs_that_do_not_verify_are_refused(agent: Any, spoil: Any) -> None:
+    data = b"0123456789"
+    digest = hashlib.sha256(data).hexdigest()
+    bad = agent.stream("release.blobs", spoil(data), blobs=[[digest, len(data)]])
+    assert agent.error(bad)["kind"] == "release.corrupt"
+
+
+def test_a_commit_without_its_blobs_names_what_is_missing(agent: Any) -> None:
+    pusher = Pusher(agent, {b"a": b"1", b"b": b"2"})
+    error = agent.error(agent.send("release.commit", begin=pusher.begun))
+    assert error["kind"] == "release.missing"
+    assert error["detail"]["indices"] == [0, 1]
+    assert agent.call("release.list") == {"releases": []}
+
+
+def test_a_hostile_manifest_leaves_nothing(agent: Any, workdir: Path) -> None:
+    line = f'["f", "../../escape", "{"ab" * 32}", 1, 0]\n'.encode()
+    assert agent.error(agent.stream("release.begin", line))["kind"] == "release.manifest"
+    assert not (workdir / "dflashctl/releases").exists()
+
+
+def test_a_job_that_edits_its_files_in_place_spoils_no_other_release(agent: Any) -> None:
+    files = {b"shared.py": b"print('good')", b"a": b"1"}
+    first = push(agent, files)
+    # In place, through the same inode, as `sed -i` does not but an editor may.
+    with Path(first["path"], "shared.py").open("r+b") as file:
+        file.write(b"print('EVIL')")
+    other = Pusher(agent, {**files, b"a": b"2"})
+    blobs = other.blobs()
+    error = agent.error(agent.send("release.commit", begin=other.begun, after=[blobs]))
+    assert error["kind"] == "release.missing"
+    done = push(agent, {**files, b"a": b"2"})
+    assert content(done["path"])[b"shared.py"] == b"print('good')"
+
+
+def test_releases_share_no_file(agent: Any) -> None:
+    first = push(agent, {b"shared": b"1", b"a": b"1"})
+    second = push(agent, {b"shared": b"1", b"a": b"2"})
+    Path(second["path"], "shared").write_bytes(b"X")
+    assert content(first["path"])[b"shared"] == b"1"
+    third = push(agent, {b"shared": b"1", b"a": b"3"})
+    assert content(third["path"])[b"shared"] == b"1"
+
+
+@pytest.mark.parametrize("change", ["edit", "delete", "mode", "add"])
+def test_an_altered_release_is_not_used_again(agent: Any, change: str) -> None:
+    first = push(agent, {b"a": b"1", b"b": b"2"})
+    path = Path(first["path"], "a")
+    if change == "edit":
+        path.write_bytes(b"9")
+    elif change == "delete":
+        path.unlink()
+    elif change == "mode":
+        path.chmod(0o755)
+    else:
+        Path(first["path"], "result.txt").write_text("mine")
+    for attempt in range(2):
+        try:
+            again = push(agent, {b"a": b"1", b"b": b"2"})
+        except AssertionError:
+            assert attempt == 0 and change == "edit"
+    assert again["release"] == f"{first['release']}-2"
+    assert content(again["path"]) == {b"a": b"1", b"b": b"2"}
+
+
+def test_byte_code_beside_the_sources_does_not_make_a_release_another(agent: Any) -> None:
+    first = push(agent, {b"p/a.py": b"x = 1"})
+    cache = Path(first["path"], "p/__pycache__")
+    cache.mkdir()
+    (cache / "a.cpython-311.pyc").write_bytes(b"")
+    assert push(agent, {b"p/a.py": b"x = 1"})["release"] == first["release"]
+
+
+def leftovers(workdir: Path) -> list[str]:
+    base = workdir / "dflashctl"
+    folders = [base / "releases", base / "blobs"]
+    found = [path.name for folder in folders if folder.exists() for path in folder.iterdir()]
+    return [name for name in found if name.startswith((".staging", ".in-", ".removed"))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_push_cut_at_any_byte_leaves_the_old_release_and_nothing_half_made(
+    agents: Any, workdir: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    old_files = {b"a": b"old", b"b": b"old too"}
+    first = agents()
+    old = push(first, old_files)
+    first.close()
+    new_files = {b"%d" % number: chance.randbytes(20_000) for number in range(60)}
+    victim = agents(send_program=False)
+    pusher = Pusher(victim, new_files)
+    if seed % 2:
+        # While the blobs travel.
+        names = [[entry.digest, entry.size] for entry in pusher.entries]
+        data = b"".join(new_files[os.fsencode(entry.path)] for entry in pusher.entries)
+        victim.send("release.blobs", data[: chance.randrange(1 << 20)], blobs=names, more=True)
+    else:
+        # While the release is built.
+        blobs = pusher.blobs()
+        victim.result(blobs)
+        victim.send("release.commit", begin=pusher.begun)
+    time.sleep(chance.random() * 0.02)
+    victim.process.kill()
+    victim.process.wait()
+    survivor = agents(send_program=False)
+    releases = {one["release"] for one in survivor.call("release.list")["releases"]}
+    assert old["release"] in releases
+    assert content(old["path"]) == old_files
+    for name in releases - {old["release"]}:
+        assert content(str(workdir / "dflashctl/releases" / name)) == new_files
+    done = push(survivor, new_files)
+    assert content(done["path"]) == new_files
+    assert leftovers(workdir) == []
+
+
+def test_a_cut_push_goes_on_where_it_was(agents: Any) -> None:
+    files = {b"%d" % number: os.urandom(1000) for number in range(20)}
+    victim = agents()
+    pusher = Pusher(victim, files)
+    names = [[entry.digest, entry.size] for entry in pusher.entries]
+    data = b"".join(files[os.fsencode(entry.path)] for entry in pusher.entries)
+    number = victim.send("release.blobs", data[:10_500], blobs=names, more=True)
+    head, _ = victim.frames[number].get(timeout=30)
+    assert head["ack"] == 10_500
+    victim.close()
+    again = Pusher(agents(send_program=False), files)
+    assert len(again.answer["missing"]) == 10
+
+
+def test_two_people_push_the_same_code_at_once(agents: Any) -> None:
+    files = {b"%d" % number: os.urandom(1000) for number in range(50)}
+    one, two = agents(), agents()
+    numbers = []
+    for agent in (one, two):
+        pusher = Pusher(agent, files)
+        numbers.append(agent.send("release.commit", begin=pusher.begun, after=[pusher.blobs()]))
+    first, second = one.result(numbers[0]), two.result(numbers[1])
+    assert first["release"] == second["release"]
+    assert content(first["path"]) == files
+
+
+def test_pruning_keeps_the_newest_and_what_a_job_wrote_into(agent: Any, workdir: Path) -> None:
+    made = [push(agent, {b"a": b"%d" % number, b"same": b"s"}) for number in range(4)]
+    Path(made[1]["path"], "checkpoint.pt").write_bytes(b"precious")
+    old = time.time() - 7200
+    for blob in (workdir / "dflashctl/blobs").glob("*/*"):
+        os.utime(blob, (old, old))
+    gone = agent.call("release.prune", keep=1)
+    assert sorted(gone["removed"]) == sorted([made[0]["release"], made[2]["release"]])
+    assert gone["kept"] == [
+        {"release": made[1]["release"], "why": "holds files of a job", "files": ["checkpoint.pt"]}
+    ]
+    assert gone["blobs"] == 2
+    assert content(made[3]["path"]) == {b"a": b"3", b"same": b"s"}
+    assert content(push(agent, {b"a": b"0", b"same": b"s"})["path"])[b"a"] == b"0"
+
+
+def test_the_manifest_can_be_had_back(agent: Any) -> None:
+    done = push(agent, ODD)
+    _, frames = agent.finish(agent.send("release.manifest", release=done["release"]))
+    assert b"".join(payload for _, payload in frames) == dump(entries_of(ODD))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_leaves_the_old_release(agents: Any, small_disk: Path) -> None:
+    agent = agents(workdir=small_disk)
+    old = push(agent, {b"a": b"old"})
+    pusher = Pusher(agent, {b"big": os.urandom(2_000_000)})
+    error = agent.error(pusher.blobs())
+    assert error["kind"] == "disk.full"
+    assert leftovers(small_disk) == []
+    assert content(old["path"]) == {b"a": b"old"}
+    assert shutil.disk_usage(small_disk).free > 500_000

@@ -1,0 +1,417 @@
+"""The supervisor: stands where tee stood, and is still there when tee would be gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.agent.process import Tree, alive, read
+
+COUNT = """
+import sys, time
+for number in range({count}):
+    print("line", number, flush=True)
+    time.sleep({pause})
+"""
+
+
+def lines(run: dict[str, Any]) -> list[str]:
+    """All of the log, the rotated files first."""
+    log = Path(run["log"])
+    rotated = sorted(log.parent.glob("train.log.[0-9]*"), key=lambda path: -int(path.suffix[1:]))
+    return [line for path in (*rotated, log) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 77, 127, 255])
+def test_the_exit_code_is_the_commands_own(runs: Any, code: int) -> None:
+    run = runs.start("bash", "-c", f"echo out; echo err >&2; exit {code}")
+    end = runs.ending(run)
+    assert (end["exit_code"], end["signal"]) == (code, None)
+    assert end["reason"] == ("finished" if code == 0 else "failed")
+    assert lines(run)[:2] == ["out", "err"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_death_by_a_signal_is_told_from_an_exit_code(runs: Any, number: signal.Signals) -> None:
+    end = runs.ending(runs.start("bash", "-c", f"kill -{int(number)} $$"))
+    assert (end["exit_code"], end["signal"], end["reason"]) == (None, int(number), "failed")
+
+
+def test_a_command_that_is_not_there(runs: Any) -> None:
+    end = runs.ending(runs.start("/no/such/program"))
+    assert end["exit_code"] == 127
+    assert "cannot start '/no/such/program'" in end["error"]
+
+
+def test_both_outputs_stay_in_order_and_reach_the_pane(runs: Any) -> None:
+    code = "import sys\nfor n in range(20): print(n, file=(sys.stdout, sys.stderr)[n % 2])"
+    run = runs.python(code)
+    runs.ending(run)
+    assert lines(run) == [str(number) for number in range(20)]
+    shown = runs.wait(lambda: runs.tmux("capture-pane", "-p", "-t", run["session"]))
+    assert "19" in shown.split()
+
+
+def test_the_pane_keeps_its_exit_code(runs: Any) -> None:
+    run = runs.start("bash", "-c", "exit 5")
+    runs.ending(run)
+
+    def dead() -> bool:
+        shown = runs.tmux("list-panes", "-a", "-F", "#{pane_dead} #{pane_dead_status}")
+        return bool(shown.strip() == "1 5")
+
+    runs.wait(dead)
+
+
+def kill_server(runs: Any, run: dict[str, Any]) -> None:
+    runs.tmux("kill-server")
+
+
+def kill_server_hard(runs: Any, run: dict[str, Any]) -> None:
+    os.kill(run["supervisor"]["tmux_pid"], signal.SIGKILL)
+
+
+def kill_session(runs: Any, run: dict[str, Any]) -> None:
+    runs.tmux("kill-session", "-t", run["session"])
+
+
+def kill_pane_process(runs: Any, run: dict[str, Any]) -> None:
+    pid = int(runs.tmux("list-panes", "-a", "-F", "#{pane_pid}"))
+    os.kill(pid, signal.SIGKILL)
+
+
+def hang_up(runs: Any, run: dict[str, Any]) -> None:
+    os.kill(run["supervisor"]["pid"], signal.SIGHUP)
+    os.kill(run["supervisor"]["pid"], signal.SIGPIPE)
+
+
+def freeze_server(runs: Any, run: dict[str, Any]) -> None:
+    os.kill(run["supervisor"]["tmux_pid"], signal.SIGSTOP)
+
+
+def remove_socket(runs: Any, run: dict[str, Any]) -> None:
+    next(runs.sockets.glob("tmux-*/default")).unlink()
+
+
+FAULTS = [kill_server, kill_server_hard, kill_session, kill_pane_process, hang_up, freeze_server]
+FAULTS += [remove_socket]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_run_goes_on_whatever_happens_to_tmux(runs: Any, fault: Any) -> None:
+    run = runs.python(COUNT.format(count=20, pause=0.02))
+    runs.says(run, "line 5")
+    fault(runs, run)
+    end = runs.ending(run)
+    assert (end["exit_code"], end["reason"], end["lost_bytes"]) == (0, "finished", 0)
+    assert lines(run) == [f"line {number}" for number in range(20)]
+    os.kill(run["supervisor"]["tmux_pid"], signal.SIGCONT) if fault is freeze_server else None
+
+
+def test_a_lost_socket_comes_back_when_someone_attaches(runs: Any) -> None:
+    run = runs.start("sleep", "60")
+    remove_socket(runs, run)
+    assert "error connecting" in runs.tmux("ls")
+    answer = runs.agent.call("run.attach", run_id=run["run_id"])
+    assert answer["alive"]
+    assert run["session"] in runs.tmux("ls")
+
+
+def test_supervisor_and_command_stand_apart_from_the_pane(runs: Any) -> None:
+    run = runs.start("sleep", "60")
+    supervisor, child = run["supervisor"]["pid"], run["supervisor"]["child"]["pid"]
+    pane = int(runs.tmux("list-panes", "-a", "-F", "#{pane_pid}"))
+    assert len({os.getsid(pid) for pid in (pane, supervisor, child)}) == 3
+    ignored = next(
+        line.split()[1]
+        for line in Path(f"/proc/{child}/status").read_text().splitlines()
+        if line.startswith("SigIgn")
+    )
+    assert int(ignored, 16) == 0, "the command must not inherit ignored signals"
+
+
+def test_the_log_is_rotated_by_name_between_lines(runs: Any) -> None:
+    code = "for n in range(3000): print(f'line {n:05} ' + 'x' * 40)"
+    run = runs.python(code, log_bytes=20_000, log_files=20)
+    runs.ending(run)
+    log = Path(run["log"])
+    rotated = list(log.parent.glob("train.log.[0-9]*"))
+    assert len(rotated) > 5
+    assert all(path.stat().st_size <= 20_000 for path in rotated)
+    assert all(path.read_bytes().endswith(b"\n") for path in rotated)
+    assert lines(run) == [f"line {number:05} " + "x" * 40 for number in range(3000)]
+
+
+def test_only_so_many_rotated_logs_are_kept(runs: Any) -> None:
+    run = runs.python("for n in range(3000): print('x' * 50)", log_bytes=5_000, log_files=3)
+    runs.ending(run)
+    names = {path.name for path in Path(run["run_dir"]).glob("train.log.[0-9]*")}
+    assert names == {"train.log.1", "train.log.2", "train.log.3"}
+
+
+def test_output_that_is_no_text_is_stored_untouched(runs: Any) -> None:
+    run = runs.python(
+        "import sys; sys.stdout.buffer.write(bytes(range(256)) * 100 + b'\\r50%\\r100%')"
+    )
+    runs.ending(run)
+    assert Path(run["log"]).read_bytes() == bytes(range(256)) * 100 + b"\r50%\r100%"
+
+
+def test_a_log_that_someone_removed_goes_on_in_a_new_file(runs: Any) -> None:
+    run = runs.python(COUNT.format(count=200, pause=0.02))
+    runs.says(run, "line 3")
+    Path(run["log"]).unlink()
+    runs.wait(lambda: Path(run["log"]).exists())
+    runs.says(run, "line 199")
+
+
+def test_what_the_script_left_running_is_still_the_run(runs: Any) -> None:
+    """`python train.py &` at a script's end: with tee it ran on, and so it does here."""
+    run = runs.start("bash", "-c", "(sleep 0.7; echo late) & exit 0")
+    end = runs.ending(run)
+    assert lines(run) == ["late"]
+    assert end["exit_code"] == 0
+
+
+def test_a_daemon_with_outputs_of_its_own_does_not_hold_up_the_end(runs: Any) -> None:
+    started = time.monotonic()
+    run = runs.start("bash", "-c", "setsid sleep 60 > /dev/null 2>&1 & exit 0")
+    assert runs.ending(run)["exit_code"] == 0
+    assert time.monotonic() - started < 30
+
+
+def test_what_a_crashed_command_left_behind_is_ended(runs: Any) -> None:
+    """Seven ranks of eight in a collective would keep their GPUs for ever."""
+    code = """
+import subprocess
+print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+raise SystemExit(9)
+"""
+    run = runs.python(code)
+    end = runs.ending(run)
+    assert end["exit_code"] == 9
+    assert read(int(lines(run)[0])) is None
+
+
+# Restarts
+
+
+def test_a_failed_run_starts_again_from_the_newest_whole_checkpoint(runs: Any) -> None:
+    script = """
+    echo "attempt $DFLASH_ATTEMPT from ${DFLASH_RESUME:-nothing}"
+    mkdir -p "$DFLASH_RUN_DIR"/checkpoints/step-9 "$DFLASH_RUN_DIR"/checkpoints/step-10 \
+        "$DFLASH_RUN_DIR"/checkpoints/.step-11 "$DFLASH_RUN_DIR"/checkpoints/step-12.tmp
+    [ "$DFLASH_ATTEMPT" = 3 ]
+    """
+    restart = {"max": 5, "backoff_s": 0.05, "backoff_max_s": 0.1}
+    run = runs.start("bash", "-c", script, restart=restart)
+    end = runs.ending(run)
+    newest = f"{run['run_dir']}/checkpoints/step-10"
+    assert [line for line in lines(run) if line.startswith("attempt ")] == [
+        "attempt 1 from nothing",
+        f"attempt 2 from {newest}",
+        f"attempt 3 from {newest}",
+    ]
+    assert end["reason"] == "finished"
+    assert [one["exit_code"] for one in end["attempts"]] == [1, 1, 0]
+    assert "attempt 2 begins in 0.05 s" in Path(run["log"]).read_text()
+
+
+def test_restarts_have_a_limit(runs: Any) -> None:
+    restart = {"max": 2, "backoff_s": 0.01, "backoff_max_s": 0.01}
+    end = runs.ending(runs.start("bash", "-c", "exit 4", restart=restart))
+    assert (end["reason"], len(end["attempts"])) == ("failed", 3)
+
+
+def test_a_stop_during_the_back_off_is_a_stop(runs: Any) -> None:
+    restart = {"max": 2, "backoff_s": 60, "backoff_max_s": 60}
+    run = runs.start("bash", "-c", "exit 4", restart=restart)
+    runs.says(run, "begins in 60 s")
+    answer = runs.agent.call("run.stop", run_id=run["run_id"])
+    assert (answer["state"], answer["exit_code"]) == ("stopped", 4)
+
+
+# Stopping
+
+
+def test_stop_gives_the_trainer_time_for_its_checkpoint(runs: Any) -> None:
+    code = """
+import signal, sys, time
+def leave(number, frame):
+    print("writing the checkpoint", flush=True); time.sleep(0.5); print("done"); sys.exit(130)
+signal.signal(signal.SIGINT, leave)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    run = runs.python(code)
+    runs.says(run, "ready")
+    head, frames = runs.agent.finish(
+        runs.agent.send("run.stop", run_id=run["run_id"], who="ann", grace_s=20)
+    )
+    answer = head["result"]
+    assert (answer["state"], answer["exit_code"]) == ("stopped", 130)
+    assert answer["last_lines"][:3] == ["ready", "writing the checkpoint", "done"]
+    assert [part["signal"] for part, _ in frames] == ["INT"]
+    assert runs.ending(run)["stop"]["who"] == "ann"
+
+
+def test_stop_reaches_children_that_left_their_parents(runs: Any) -> None:
+    script = """
+    (setsid setsid sleep 600 & ) ; (setsid nohup bash -c 'trap "" INT TERM; sleep 600' &)
+    sleep 0.3; echo ready; sleep 600
+    """
+    run = runs.start("bash", "-c", script)
+    runs.says(run, "ready")
+    members = Tree(run["run_id"], run["supervisor"]["pid"]).members()
+    assert len(members) >= 4
+    head, frames = runs.agent.finish(runs.agent.send("run.stop", run_id=run["run_id"], grace_s=0.3))
+    assert head["result"]["state"] == "stopped"
+    assert [part["signal"] for part, _ in frames][:2] == ["INT", "TERM"]
+    assert not [one for one in members if alive(one.pid, one.start)]
+
+
+def test_stop_works_without_a_supervisor(runs: Any) -> None:
+    run = runs.start("bash", "-c", "echo ready; sleep 600")
+    runs.says(run, "ready")
+    members = Tree(run["run_id"], run["supervisor"]["pid"]).members()
+    os.kill(run["supervisor"]["pid"], signal.SIGKILL)
+    runs.wait(lambda: not runs.status(run)["alive"])
+    assert runs.status(run)["state"] == "training"
+    assert "supervisor is gone" in runs.status(run)["reason"]
+    answer = runs.agent.call("run.stop", run_id=run["run_id"], grace_s=1)
+    assert answer["state"] == "stopped"
+    assert not [one for one in members if alive(one.pid, one.start)]
+
+
+def test_stop_wakes_a_stopped_supervisor(runs: Any) -> None:
+    run = runs.start("sleep", "600")
+    os.kill(run["supervisor"]["pid"], signal.SIGSTOP)
+    answer = runs.agent.call("run.stop", run_id=run["run_id"], grace_s=5)
+    assert (answer["state"], answer["signal"]) == ("stopped", int(signal.SIGINT))
+
+
+def test_a_second_stop_says_that_it_is_over(runs: Any) -> None:
+    run = runs.start("true")
+    runs.ending(run)
+    answer = runs.agent.call("run.stop", run_id=run["run_id"])
+    assert (answer["already"], answer["state"]) == (True, "finished")
+
+
+def test_ctrl_c_in_an_attached_pane_is_a_stop(runs: Any) -> None:
+    run = runs.start("bash", "-c", "echo ready; sleep 600")
+    runs.says(run, "ready")
+    runs.tmux("send-keys", "-t", run["session"], "C-c")
+    assert runs.ending(run)["reason"] == "stopped"
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file:
+        size = 1 << 16
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+    return path
+
+
+def on(runs: Any, folder: Path) -> None:
+    runs.agent = runs.new_agent(workdir=folder)
+
+
+def test_a_full_disk_stops_neither_the_run_nor_its_record(runs: Any, small_disk: Path) -> None:
+    on(runs, small_disk)
+    run = runs.python(COUNT.format(count=100, pause=0.02))
+    runs.says(run, "line 3")
+    filler = fill(small_disk)
+    # One page of the log is still free to be filled.
+    child = run["supervisor"]["child"]
+    time.sleep(1)
+    assert alive(child["pid"], child["start"])
+    filler.unlink()
+    end = runs.ending(run)
+    assert (end["exit_code"], end["lost_bytes"]) == (0, 0)
+    assert lines(run) == [f"line {number}" for number in range(100)]
+    runs.agent.close()
+
+
+def test_on_a_disk_that_stays_full_the_end_is_still_recorded(runs: Any, small_disk: Path) -> None:
+    on(runs, small_disk)
+    code = """
+import time
+print("begun", flush=True)
+time.sleep(1)
+for n in range(300): print(n, "x" * 40_000, flush=True)
+print("the last line", flush=True)
+raise SystemExit(3)
+"""
+    run = runs.python(code)
+    runs.says(run, "begun")
+    filler = fill(small_disk)
+    end = runs.ending(run)
+    assert (end["exit_code"], end["reason"]) == (3, "failed")
+    assert end["lost_bytes"] > 0
+    assert runs.status(run)["state"] == "failed"
+    filler.unlink()
+    runs.agent.close()
+
+
+def test_lost_output_is_counted_and_told_where_it_is_missing(runs: Any, small_disk: Path) -> None:
+    on(runs, small_disk)
+    code = """
+import os, time
+print("begun", flush=True)
+while not os.path.exists(os.environ["GO"]): time.sleep(0.01)
+for n in range(300): print(n, "x" * 40_000, flush=True)
+print("flooded", flush=True)
+os.rename(os.environ["GO"], os.environ["GO"] + ".done")
+time.sleep(2)
+print("the last line", flush=True)
+"""
+    go = runs.workdir / "go"
+    # What is kept in memory is written when there is space: 2 MB hold only the end of it.
+    run = runs.python(code, env={"GO": str(go)}, log_bytes=400_000, log_files=2)
+    runs.says(run, "begun")
+    filler = fill(small_disk)
+    go.touch()
+    runs.wait(lambda: not go.exists())
+    filler.unlink()
+    end = runs.ending(run)
+    text = "\n".join(lines(run))
+    assert end["lost_bytes"] > 1_000_000
+    assert "the last line" in text
+    runs.agent.close()
+
+
+def test_the_heartbeat_beats(runs: Any) -> None:
+    run = runs.start("sleep", "60")
+    path = Path(run["run_dir"], "heartbeat.json")
+    first = runs.wait(lambda: path.exists() and json.loads(path.read_text() or "null"))
+    later = runs.wait(
+        lambda: (beat := json.loads(path.read_text()))["time"] > first["time"] and beat
+    )
+    assert later["lost_bytes"] == 0
+    assert runs.status(run)["heartbeat_s"] < 30
