@@ -65,7 +65,7 @@ def make(hierarchies: Hierarchies) -> bool:
     group = hierarchies.groups[0]
     wanted = set((group.parent / "cgroup.controllers").read_text().split()) & {"memory", "pids"}
     try:
-        for level in (group.parent, group):
+        for level in (group.parent, group, group / "lxc"):
             for controller in sorted(wanted):
                 (level / "cgroup.subtree_control").write_text(f"+{controller}")
     except OSError:

@@ -23,7 +23,8 @@ def private_paths(layout: Layout, spec: LabSpec) -> list[Path]:
     The checkout, the controller's virtual environment and the lab itself: a test that only works
     because a container can read them would prove nothing.
     """
-    paths = [Path(orchestrator.__file__).parents[1], layout.root, spec.shared_python, *spec.masked]
+    checkout = Path(orchestrator.__file__).parents[1]
+    paths = [checkout, layout.root, SHARED_STATE, spec.shared_python, *spec.masked]
     if sys.prefix != sys.base_prefix:
         paths.append(Path(sys.prefix))
     hidden = [p for p in map(overlay.resolve, paths) if not _is_system(p)]
@@ -57,10 +58,10 @@ def make_host(layout: Layout, spec: LabSpec, backend: Backend, groups: cgroups.H
     (layout.pve / "lxc").symlink_to("local/lxc")
 
     upper = layout.host / "up"
-    for path in (Path("/root"), Path("/home"), SHARED_STATE, Path("/etc/pve")):
+    for path in (Path("/root"), Path("/home"), Path("/etc/pve")):
         overlay.empty(upper, path)
     for path in private_paths(layout, spec):
-        if layout.root.is_relative_to(path):
+        if path == SHARED_STATE or layout.root.is_relative_to(path):
             overlay.empty(upper, path)
         else:
             overlay.hide(upper, path)
@@ -104,7 +105,7 @@ def make_container(
         overlay.empty(upper, Path(render.SHARED_MOUNT))
     for path in (Path("/root"), Path("/home")):
         overlay.empty(upper, path)
-    for path in [*private, SHARED_STATE]:
+    for path in private:
         overlay.hide(upper, path)
     for name in ("ct-init", "net-up"):
         target = Path(render.PROGRAMS_AT) / name

@@ -45,13 +45,10 @@ def empty(upper: Path, path: Path) -> Path:
 
 def hide(upper: Path, path: Path) -> None:
     """``path`` does not exist, as if it had been removed."""
-    path = resolve(path)
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    parent = folder(upper, path.parent)
-    if os.path.lexists(parent / path.name):
-        return
-    os.mknod(parent / path.name, stat.S_IFCHR, os.makedev(0, 0))
+    target = folder(upper, path.parent) / path.name
+    os.mknod(target, stat.S_IFCHR, os.makedev(0, 0))
 
 
 def write(upper: Path, path: Path, text: str, mode: int = 0o644) -> None:

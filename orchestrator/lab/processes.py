@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,12 +73,18 @@ def listener(port: int) -> str | None:
     if not inodes:
         return None
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            links = {os.readlink(fd) for fd in (entry / "fd").iterdir()}  # noqa: PTH115
-        except OSError:
-            continue
-        if links & inodes:
+        if entry.name.isdigit() and sockets(entry) & inodes:
             return f"{name(int(entry.name))}, pid {entry.name}"
     return "a process that is not visible from here"
+
+
+def sockets(process: Path) -> set[str]:
+    """Links of the open files of /proc/PID; those that close meanwhile are left out."""
+    found = set()
+    try:
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.add(os.readlink(link))  # noqa: PTH115  (such a link is no path)
+    except OSError:
+        return found  # it ended, or is another user's
+    return found

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 
 from orchestrator.errors import RefusedError, UsageError
 from orchestrator.lab.spec import Backend
 
+Find = Callable[[str], str | None]
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # program → Debian package
@@ -43,37 +45,41 @@ def choose_backend(asked: str | None) -> Backend:
     raise UsageError(f"lab backend {asked!r} is unknown", next_step="use lxc or unshare")
 
 
-def missing(backend: Backend) -> list[str]:
+def missing(backend: Backend, find: Find = which) -> list[str]:
     """Debian packages that this machine lacks for ``backend``, sorted."""
     needed = NEEDED | (NEEDED_LXC if backend == "lxc" else {})
-    return sorted({package for program, package in needed.items() if which(program) is None})
+    return sorted({package for program, package in needed.items() if find(program) is None})
+
+
+def problem(
+    backend: Backend, *, uid: int, platform: str = sys.platform, find: Find = which
+) -> RefusedError | None:
+    """One error that names all that is missing and how to get it."""
+    if not platform.startswith("linux"):
+        return RefusedError(
+            f"the lab needs Linux; this is {platform}",
+            next_step="run it in a Linux virtual machine, or use a real Proxmox host",
+        )
+    problems, steps = [], []
+    if uid != 0:
+        problems.append("root (it makes namespaces, mounts and cgroups)")
+        steps.append("run it again as root, for example with sudo")
+    if packages := missing(backend, find):
+        problems.append("the programs of " + ", ".join(packages))
+        steps.append("apt install --no-install-recommends " + " ".join(packages))
+    if not problems:
+        return None
+    what = "the lab cannot start here; missing: " + "; ".join(problems)
+    return RefusedError(what, next_step=", then ".join(steps))
 
 
 def check(backend: Backend) -> None:
-    """Raise one RefusedError naming everything that is missing and how to get it."""
-    problems, steps = [], []
-    if not sys.platform.startswith("linux"):
-        raise RefusedError(
-            f"the lab needs Linux; this is {sys.platform}",
-            next_step="run it in a Linux virtual machine, or use a real Proxmox host",
-        )
-    if os.geteuid() != 0:
-        problems.append("root (it makes namespaces, mounts and cgroups)")
-        steps.append("run it again as root, for example with sudo")
-    if packages := missing(backend):
-        problems.append("the programs of " + ", ".join(packages))
-        steps.append("apt install --no-install-recommends " + " ".join(packages))
-    if problems:
-        raise RefusedError(
-            "the lab cannot start here; missing: " + "; ".join(problems),
-            next_step=", then ".join(steps),
-        )
+    """Raise what ``problem`` finds on this machine."""
+    if error := problem(backend, uid=os.geteuid()):
+        raise error
 
 
 def reason_to_skip() -> str | None:
     """For tests: why there can be no lab on this machine, or None."""
-    try:
-        check(choose_backend(None))
-    except RefusedError as error:
-        return error.what
-    return None
+    error = problem(choose_backend(None), uid=os.geteuid())
+    return error.what if error else None
