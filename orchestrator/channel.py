@@ -139,6 +139,10 @@ class AgentChannel:
         self._link.close()
         if not self._over.is_set():
             self._fail(self._lost("the channel was closed"))
+        for thread in self._threads:
+            # A thread that is still at it when the interpreter ends would print its surprise.
+            if thread is not threading.current_thread():
+                thread.join(timeout=1.0)
 
     # Sending
 

@@ -240,7 +240,9 @@ def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:
         )
     if isinstance(error, paramiko.SSHException) and "No authentication methods" in str(error):
         return _auth_refused(route, name)
-    if isinstance(error, paramiko.SSHException) and "banner" in str(error):
+    # "No existing session": the handshake did not come to its end in time.
+    silent = "banner" in str(error) or "No existing session" in str(error)
+    if isinstance(error, paramiko.SSHException) and silent:
         return HostUnreachable(
             f"{route.place} accepted the connection, but no SSH server spoke within {CONNECT_S} s",
             next_step="check the port; an overloaded sshd drops new connections (MaxStartups)",
@@ -306,5 +308,9 @@ class Session:
 
     def close(self) -> None:
         if self._closed.acquire(blocking=False):
-            self._channel.close()
+            try:
+                self._channel.close()
+            except (OSError, EOFError):
+                # The connection under it is gone already.
+                pass
             self._on_close()

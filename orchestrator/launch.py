@@ -151,7 +151,9 @@ def parse_environment(pairs: Sequence[str]) -> dict[str, str]:
         key, equals, value = pair.partition("=")
         if not equals or not key.isidentifier() or not key.isascii():
             # The value may be a secret: only the key is shown.
-            raise UsageError(f"--env {key!r} is not of the form KEY=VALUE")
+            raise UsageError(
+                f"--env {key!r} is not of the form KEY=VALUE", next_step="write --env KEY=VALUE"
+            )
         found[key] = value
     return found
 
@@ -164,7 +166,9 @@ def read_environment_file(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--env-file {path} cannot be read: {error}") from None
+        raise UsageError(
+            f"--env-file {path} cannot be read: {error}", next_step="give a file of KEY=VALUE lines"
+        ) from None
     found = {}
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ").strip()
@@ -172,7 +176,10 @@ def read_environment_file(path: Path) -> dict[str, str]:
             continue
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier() or not key.isascii():
-            raise UsageError(f"--env-file {path}:{number} is not of the form KEY=VALUE")
+            raise UsageError(
+                f"--env-file {path}:{number} is not of the form KEY=VALUE",
+                next_step="correct that line; # begins a comment",
+            )
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
         found[key] = value

@@ -116,16 +116,16 @@ _READINGS = (
         "wait for that task: it is in the host's task log",
     ),
     _reading(
-        r"Unable to load access control list|ipcc_send_rec\[\d+\] failed: Connection refused",
-        ExecFailed,
-        "the host's cluster filesystem is down, so pct cannot work",
-        "on the host: systemctl status pve-cluster",
-    ),
-    _reading(
         r"ipcc_send_rec\[\d+\] failed: Unknown error",
         ExecFailed,
         "pct needs root on the host",
         "connect as root: --host root@{host}, or user: root in the inventory",
+    ),
+    _reading(
+        r"(?:Unable to load access control list|ipcc_send_rec\[\d+\] failed): Connection refused",
+        ExecFailed,
+        "the host's cluster filesystem is down, so pct cannot work",
+        "on the host: systemctl status pve-cluster",
     ),
     _reading(
         r"cluster not ready - no quorum",
