@@ -53,8 +53,11 @@ class DrafterReplica:
         *,
         head_loss: HeadLoss,
         compile_: Compile | None = None,
+        backward: Callable[[Tensor], None] = Tensor.backward,
     ) -> None:
+        """``backward``: ``CompileLock.backward`` refuses to run where it could hang."""
         dtype = compute_dtype(config.optimization.dtype, device)
+        self.backward = backward
         self.device = device
         self.dtype = dtype
         self.drafter = new_drafter(drafter_config, config.seed, frozen.head).to(device)
@@ -79,7 +82,7 @@ class DrafterReplica:
     def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
         moved = batch.to(self.device, non_blocking=True)
         found = self.loss(moved, features.to(self.dtype))
-        found.loss.backward()
+        self.backward(found.loss)
         return Sums.vector(
             found.loss, found.weight, found.tau, found.blocks, found.correct, found.count
         )

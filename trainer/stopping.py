@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SETTLE_S = 1.0
 
 
 class Stopped(BaseException):
@@ -25,11 +27,13 @@ class Stopped(BaseException):
 class StopSignals:
     """While entered, signals raise ``Stopped`` at once, or inside ``deferred`` are remembered.
 
-    A second signal raises at once everywhere.
+    A second signal raises at once everywhere, unless it comes within ``SETTLE_S``: a signal to the
+    whole process group reaches a rank twice, directly and handed on by torchrun.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._received_at = 0.0
         self._deferring = False
         self._before: dict[int, Any] = {}
 
@@ -53,7 +57,9 @@ class StopSignals:
             raise Stopped(self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        second = self.received is not None
+        second = self.received is not None and time.monotonic() - self._received_at > SETTLE_S
+        if self.received is None:
+            self._received_at = time.monotonic()
         self.received = number
         if second or not self._deferring:
             raise Stopped(number)

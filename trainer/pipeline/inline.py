@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ class InlineExecutor:
         self.target_device = target_device or device
         self.target: TargetStage
         self.drafter: DrafterStage
+        self._thread = ExitStack()
 
     def start(self) -> None:
+        if self.job.compile_lock is not None:
+            self._thread.enter_context(self.job.compile_lock.thread())
         self.target = self.job.make_target(self.target_device)
         self.drafter = self.job.make_drafter(self.device)
         self.job.event("compiling", name="step")
@@ -58,4 +62,4 @@ class InlineExecutor:
         self.drafter.load(state)
 
     def close(self) -> None:
-        pass
+        self._thread.close()

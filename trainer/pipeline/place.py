@@ -76,6 +76,11 @@ class Place:
             f"{role} {self.node * (self.targets if self.is_target else self.drafters) + self.index}"
         )
 
+    @property
+    def folder(self) -> str:
+        """Of its own events, beside the run's."""
+        return f"{self.rank:04d}-{self.name.replace(' ', '-')}"
+
     def target_rank(self, index: int) -> int:
         return self.node * self.per_node + index
 
