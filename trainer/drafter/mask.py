@@ -37,13 +37,6 @@ class Visible(NamedTuple):
     own_high: Tensor
 
 
-class Masks(NamedTuple):
-    """What ``Drafter.forward`` takes: a dense bool [b, 1, Q, S+Q] or a BlockMask for each kind."""
-
-    full: Tensor | BlockMask | None
-    sliding: Tensor | BlockMask | None
-
-
 def visible(
     anchors: Tensor,
     anchor_valid: Tensor,
@@ -179,14 +172,60 @@ def block_mask(seen: Visible, length: int, lists: TileLists, tile: int = TILE) -
     )
 
 
+class SlotMask(NamedTuple):
+    """What ``trainer.kernels`` needs: the intervals, and for each tile of context keys the query
+    tiles that see it, i32 [b, key tiles, 4]: first, first and last+1 of those that see all of it,
+    last+1."""
+
+    seen: Visible
+    ranges: Tensor
+
+
+def key_ranges(seen: Visible, length: int, slots: int, keys: int) -> Tensor:
+    """``SlotMask.ranges`` for tiles of ``slots`` queries and ``keys`` context keys. Fixed shapes:
+    compile it. Where the tiles that see all keys are no unbroken run (anchors out of order), none
+    is called full: the result stays right."""
+    rows, queries = seen.own_low.shape
+    begin = torch.arange(0, length, keys, device=seen.own_low.device, dtype=torch.int32)
+    low, high = (bound[:, :, None] for bound in seen[:2])
+    common = torch.minimum(high, begin + keys) - torch.maximum(low, begin)
+    common = torch.nn.functional.pad(common.clamp(min=0), (0, 0, 0, -queries % slots))
+    common = common.view(rows, -1, slots, begin.numel())
+    tile = torch.arange(common.shape[1], device=begin.device, dtype=torch.int32)[:, None]
+    some, every = (common > 0).any(2), (common == keys).all(2)
+    beyond = common.shape[1]
+    first = torch.where(some, tile, beyond).amin(1)
+    last = torch.where(some, tile + 1, 0).amax(1)
+    full_first = torch.where(every, tile, beyond).amin(1)
+    full_last = torch.where(every, tile + 1, 0).amax(1)
+    unbroken = full_last - full_first == every.sum(1)
+    full_first = torch.where(unbroken, full_first, first)
+    full_last = torch.where(unbroken, full_last, first)
+    last = torch.maximum(last, first)
+    return torch.stack((first, full_first, full_last, last), dim=-1).int()
+
+
+Mask = Tensor | BlockMask | SlotMask
+"""Dense bool [b, 1, Q, S+Q], flex_attention's, or our kernels'."""
+
+
+class Masks(NamedTuple):
+    """What ``Drafter.forward`` takes: one for each kind of layer; null sees everything."""
+
+    full: Mask | None
+    sliding: Mask | None
+
+
 ListTiles = Callable[[Visible, int], TileLists]
+ListRanges = Callable[[Visible, int], Tensor]
 
 
 class MaskBuilder:
     """Masks for batches of one shape.
 
-    ``list_tiles`` is ``tile_lists``, compiled or not; null builds dense masks (for a CPU, where
-    flex_attention has no backward).
+    ``list_tiles`` is ``tile_lists``, compiled or not, and gives masks for flex_attention;
+    ``list_ranges`` is ``key_ranges`` with its tiles filled in, and gives those of our kernels. With
+    neither the masks are dense (for a CPU, where flex_attention has no backward).
     """
 
     def __init__(
@@ -196,20 +235,24 @@ class MaskBuilder:
         full: bool,
         window: int | None,
         list_tiles: ListTiles | None = None,
+        list_ranges: ListRanges | None = None,
     ) -> None:
         """``full``: some layer is full. ``window``: the sliding layers' window, null if none is."""
         self.block_size = block_size
         self.full = full
         self.window = window
         self.list_tiles = list_tiles
+        self.list_ranges = list_ranges
 
     def __call__(self, anchors: Tensor, anchor_valid: Tensor, position: Tensor) -> Masks:
-        def one(window: int | None) -> Tensor | BlockMask:
+        def one(window: int | None) -> Mask:
             seen = visible(anchors, anchor_valid, position, self.block_size, window)
             length = position.shape[1]
-            if self.list_tiles is None:
-                return dense(seen, length)
-            return block_mask(seen, length, self.list_tiles(seen, length))
+            if self.list_ranges is not None:
+                return SlotMask(seen, self.list_ranges(seen, length))
+            if self.list_tiles is not None:
+                return block_mask(seen, length, self.list_tiles(seen, length))
+            return dense(seen, length)
 
         return Masks(
             full=one(None) if self.full else None,

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainer.drafter import dflash2
 from trainer.drafter.config import SLIDING, DrafterConfig
-from trainer.drafter.mask import Masks
+from trainer.drafter.mask import Mask, Masks, SlotMask
 
 
 class RMSNorm(nn.Module):
@@ -63,25 +63,23 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
 
 
 class KeyValue(NamedTuple):
-    """Keys (normed and rotated) and values of one layer: [b, kv_heads, L, head_dim]."""
+    """Keys (normed and rotated) and values of one layer: [b, L, kv_heads, head_dim]."""
 
     key: Tensor
     value: Tensor
 
     def followed_by(self, other: KeyValue) -> KeyValue:
         return KeyValue(
-            torch.cat((self.key, other.key), dim=2), torch.cat((self.value, other.value), dim=2)
+            torch.cat((self.key, other.key), dim=1), torch.cat((self.value, other.value), dim=1)
         )
-
-    def first(self, length: int) -> KeyValue:
-        return KeyValue(self.key[:, :, :length], self.value[:, :, :length])
 
 
 class Attention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.heads = config.num_heads
         self.kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
         width = config.hidden_size
         self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
@@ -90,37 +88,54 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, context: KeyValue, by: Rotation, mask: Tensor | BlockMask | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: KeyValue, by: Rotation, mask: Mask | None) -> Tensor:
         """``x`` [b, Q, H] → [b, Q, H]. ``mask`` null: every key is visible (decoding)."""
-        rows, slots, _ = x.shape
         fused = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
-        width = self.kv_heads * self.head_dim
-        q, k, v = F.linear(x, fused).split((self.q_proj.out_features, width, width), dim=-1)
-        query = rotate(self.q_norm(q.view(rows, slots, -1, self.head_dim)), by).transpose(1, 2)
-        keys = context.followed_by(self.keys(k, v, by))
-        out = attend(query, keys, mask).transpose(1, 2).reshape(rows, slots, -1)
-        return self.o_proj(out)
+        query, own = self.split(F.linear(x, fused), by, self.heads, isinstance(mask, SlotMask))
+        return self.o_proj(attend(query, context, own, mask).flatten(2))
 
-    def keys(self, k: Tensor, v: Tensor, by: Rotation) -> KeyValue:
-        """Projections [b, L, kv_heads·head_dim] as what attention reads."""
-        rows, length, _ = k.shape
-        shape = (rows, length, self.kv_heads, self.head_dim)
-        key = rotate(self.k_norm(k.view(shape)), by)
-        return KeyValue(key.transpose(1, 2), v.view(shape).transpose(1, 2))
+    def split(
+        self, fused: Tensor, by: Rotation, heads: int, kernels: bool
+    ) -> tuple[Tensor, KeyValue]:
+        """``heads`` queries, then keys and values, [b, L, (heads + 2·kv_heads)·head_dim], as what
+        attention reads: normed, weighted, rotated. ``kernels``: by ours instead of plain torch."""
+        if kernels:
+            from trainer.kernels.operators import split_heads
+
+            query, key, value = split_heads(
+                fused,
+                self.q_norm.weight,
+                self.k_norm.weight,
+                by.cos,
+                by.sin,
+                self.q_norm.eps,
+                heads,
+                self.kv_heads,
+            )
+            return query, KeyValue(key, value)
+        q, key, value = fused.unflatten(-1, (-1, self.head_dim)).split(
+            (heads, self.kv_heads, self.kv_heads), dim=2
+        )
+        query = rotate(self.q_norm(q), by) if heads else q
+        return query, KeyValue(rotate(self.k_norm(key), by), value)
 
 
-def attend(query: Tensor, keys: KeyValue, mask: Tensor | BlockMask | None) -> Tensor:
-    """[b, heads, Q, head_dim]; scores are scaled by 1/√head_dim, heads share keys in groups."""
-    grouped = query.shape[1] != keys.key.shape[1]
-    if isinstance(mask, BlockMask):
-        out = flex_attention(query, keys.key, keys.value, block_mask=mask, enable_gqa=grouped)
-        assert isinstance(out, Tensor)
+def attend(query: Tensor, context: KeyValue, own: KeyValue, mask: Mask | None) -> Tensor:
+    """[b, Q, heads, head_dim]; scores are scaled by 1/√head_dim, heads share keys in groups."""
+    if isinstance(mask, SlotMask):
+        from trainer.kernels.operators import slot_attention
+
+        out: Tensor = slot_attention(query, *context, *own, *mask.seen, mask.ranges)[0]
         return out
-    return F.scaled_dot_product_attention(
-        query, keys.key, keys.value, attn_mask=mask, enable_gqa=grouped
-    )
+    keys = context.followed_by(own)
+    q, k, v = (t.transpose(1, 2) for t in (query, *keys))
+    grouped = query.shape[2] != keys.key.shape[2]
+    if isinstance(mask, BlockMask):
+        flexed = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+        assert isinstance(flexed, Tensor)
+        return flexed.transpose(1, 2)
+    plain = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return plain.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -145,9 +160,7 @@ class Layer(nn.Module):
         self.attention_conv = dflash2.make_conv(config)
         self.mlp_conv = dflash2.make_conv(config)
 
-    def forward(
-        self, x: Tensor, context: KeyValue, by: Rotation, mask: Tensor | BlockMask | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: KeyValue, by: Rotation, mask: Mask | None) -> Tensor:
         # A decoded block may be shorter than those of training: it is then one block.
         size = min(self.block_size, x.shape[1])
         hidden = self.input_layernorm(x)
@@ -227,11 +240,13 @@ class Drafter(nn.Module):
 
         ``features`` [b, S, K·H], ``block_embeddings`` [b, Q, H], positions i64 [b, S] and [b, Q].
         """
-        return self.decode(
-            self.context(features, context_position), block_embeddings, block_position, mask
-        )
+        kernels = any(isinstance(m, SlotMask) for m in mask)
+        context = self.context(features, context_position, kernels=kernels)
+        return self.decode(context, block_embeddings, block_position, mask)
 
-    def context(self, features: Tensor, position: Tensor) -> list[KeyValue]:
+    def context(
+        self, features: Tensor, position: Tensor, *, kernels: bool = False
+    ) -> list[KeyValue]:
         """Keys and values of the context for each layer; also what decoding caches.
 
         The context's hidden states are the same for every layer, so all k and v projections are
@@ -240,11 +255,9 @@ class Drafter(nn.Module):
         hidden = self.hidden_norm(self.fc(features))
         attentions = [layer.self_attn for layer in cast(Iterable[Layer], self.layers)]
         fused = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
-        parts = F.linear(hidden, fused).chunk(2 * len(attentions), dim=-1)
+        parts = F.linear(hidden, fused).chunk(len(attentions), dim=-1)
         by = self.rotation(position)
-        return [
-            a.keys(k, v, by) for a, k, v in zip(attentions, parts[::2], parts[1::2], strict=True)
-        ]
+        return [a.split(part, by, 0, kernels)[1] for a, part in zip(attentions, parts, strict=True)]
 
     def decode(
         self, context: list[KeyValue], block_embeddings: Tensor, position: Tensor, mask: Masks
