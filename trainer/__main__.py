@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from trainer import commands
+    import trainer.commands as commands
     from trainer.errors import TrainerError
 
     try:

@@ -6,7 +6,6 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from trainer import memory
 from trainer.checkpoint import STATE, read_record
 from trainer.config import EvaluationConfig, TargetConfig, load_config
 from trainer.data.prepare import check_files, load_prepared
@@ -17,7 +16,7 @@ from trainer.errors import CheckpointError, ConfigError, DataError, ResourceErro
 from trainer.evaluate import evaluate_prompts, load_prompts, summarize, table, write_report
 from trainer.objective import FrozenTarget
 from trainer.resolve import Resolved, resolve
-from trainer.run import Targets, default_device, make_data, run_folder, say
+from trainer.run import Targets, default_device, make_data, plan_run, run_folder, say
 from trainer.speculate import Limits
 from trainer.stopping import Stopped, StopSignals
 from trainer.target import frozen_weights, load_model, load_tokenizer
@@ -31,26 +30,29 @@ def train(options: Namespace) -> int:
 def check(options: Namespace) -> int:
     """Everything that can be known without loading a weight."""
     resolved = resolve(load_config(options.config))
-    device = default_device()
     for line in describe(resolved):
         say(line)
-    target, drafter = memory.parameters(resolved)
-    parts = memory.target_parts(resolved, device, target)
-    parts += memory.drafter_parts(resolved, device, drafter)
-    say(f"parameters: target {target / 1e6:.1f} M, drafter {drafter / 1e6:.1f} M")
-    for part in parts:
-        say(f"memory: {part.name:32} {part.bytes / memory.GB:8.2f} GB")
-    needed, free = memory.total(parts), memory.available(device)
-    say(f"memory: {'one device playing both parts':32} {needed / memory.GB:8.2f} GB")
-    say(f"memory: {f'free on {device}':32} {free / memory.GB:8.2f} GB")
-    if needed > free:
-        raise ResourceError(
-            f"the run needs about {needed / memory.GB:.1f} GB on {device}, of which"
-            f" {free / memory.GB:.1f} GB are free",
-            next_step="lower optimization.rows, data.sequence_length or data.anchors",
-        )
+    plan = plan_run(resolved)
+    say(plan.table())
+    for device, needed, there in plan.memory:
+        free = available_memory() if there is None else there
+        if needed > free:
+            raise ResourceError(
+                f"{device} would need about {needed / 1e9:.1f} GB and has {free / 1e9:.1f} GB",
+                next_step="lower optimization.rows, data.sequence_length or data.anchors",
+            )
     say("good: nothing stands in the way of `python -m trainer train`")
     return 0
+
+
+def available_memory() -> int:
+    """Bytes that the machine and this process's cgroup allow."""
+    names = ("memory.max", "memory/memory.limit_in_bytes")
+    limits = [Path("/sys/fs/cgroup") / name for name in names]
+    texts = [path.read_text(encoding="ascii").strip() for path in limits if path.is_file()]
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = [int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:")]
+    return min([*free, *(int(text) for text in texts if text.isdigit())])
 
 
 def describe(resolved: Resolved) -> list[str]:

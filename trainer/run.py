@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from trainer.checkpoint import CheckpointStore
 from trainer.compile_lock import CompileLock
 from trainer.config import TrainConfig, digest, flatten
 from trainer.data.pack import PackedBatches
-from trainer.data.prepare import Prepared, prepare
+from trainer.data.prepare import Prepared, load_prepared, prepare
 from trainer.drafter import format as drafter_format
-from trainer.errors import ConfigError
 from trainer.feature_cache import CachedTarget
 from trainer.head_loss import HeadLoss, fast_head_loss
 from trainer.objective import FrozenTarget
+from trainer.pipeline.costs import TargetShape, Work
 from trainer.pipeline.inline import InlineExecutor
+from trainer.pipeline.place import Place
+from trainer.pipeline.plan import Plan, make_plan
 from trainer.pipeline.stages import DrafterStage, Executor, Job, TargetStage
 from trainer.replica import DrafterReplica
 from trainer.resolve import Resolved
@@ -96,6 +99,10 @@ class Run:
     batches: PackedBatches
     compile_lock: CompileLock
     store: CheckpointStore
+    plan: Plan
+    leads: bool = True
+    """False on all but one of the ranks of a run of several processes: the others write nothing but
+    their own events."""
 
     @property
     def config(self) -> TrainConfig:
@@ -117,6 +124,7 @@ class Run:
             device,
             head_loss=self._head_loss(device),
             compile_=self.compile_lock.compile,
+            backward=self.compile_lock.backward,
         )
 
     def _head_loss(self, device: torch.device) -> HeadLoss:
@@ -140,8 +148,12 @@ class Run:
 def prepare_run(resolved: Resolved) -> Run:
     """Open the run's folder, make or load its data, and find its place to resume."""
     config = resolved.config
+    plan = plan_run(resolved)
+    place = Place.from_environment(plan) if plan.executor == "processes" else None
+    leads = place is None or place.leads
     folder = run_folder(config)
-    writer = RunWriter(folder)
+    own = folder if place is None or leads else folder / "ranks" / place.folder
+    writer = RunWriter(own)
     writer.event(
         "started",
         config=config.model_dump(mode="json"),
@@ -150,17 +162,24 @@ def prepare_run(resolved: Resolved) -> Run:
         torch=torch.__version__,
         python=sys.version.split()[0],
     )
-    for note in resolved.notes:
-        say(note)
     targets = Targets(resolved)
-    data = make_data(resolved, targets, folder)
+    if leads:
+        for note in resolved.notes:
+            say(note)
+        data = make_data(resolved, targets, folder)
+        say(plan.table())
+    else:
+        data = wait_for_data(resolved, folder)
+    writer.event("data", fingerprint=data.fingerprint, key=digest(data.fingerprint))
+    writer.event("plan", **plan.as_data())
     pad = resolved.tokenizer.pad_token_id
     pad = resolved.tokenizer.eos_token_id if pad is None else pad
     batches = PackedBatches(data.train, config, pad or 0)
     fingerprint = (
         config.fingerprint()
-        | flatten({"data_made": data.fingerprint})
-        | flatten({"shape": resolved.drafter.model_dump(mode="json")})
+        | flatten(
+            {"data_made": data.fingerprint, "shape": resolved.drafter.model_dump(mode="json")}
+        )
         | {"steps": batches.steps}
     )
     store = CheckpointStore(
@@ -171,21 +190,60 @@ def prepare_run(resolved: Resolved) -> Run:
             path, resolved.drafter, weights, verifier=config.target.model
         ),
     )
-    writer.event("data", fingerprint=data.fingerprint, key=digest(data.fingerprint))
-    return Run(
-        resolved, folder, writer, targets, data, batches, CompileLock(event=writer.event), store
-    )
+    lock = CompileLock(policy=config.pipeline.recompile, event=writer.event)
+    return Run(resolved, folder, writer, targets, data, batches, lock, store, plan, leads)
+
+
+def data_folder(config: TrainConfig, folder: Path) -> Path:
+    return config.data.folder or folder / "data"
 
 
 def make_data(resolved: Resolved, targets: Targets, folder: Path) -> Prepared:
     config = resolved.config
-    where = config.data.folder or folder / "data"
+    where = data_folder(config, folder)
     return prepare(config, where, resolved.tokenizer, lambda: targets.model(default_device()), say)
 
 
+def wait_for_data(resolved: Resolved, folder: Path) -> Prepared:
+    """What the leading rank is making; if it fails, torchrun ends this one too."""
+    where = data_folder(resolved.config, folder)
+    while not (where / "report.json").exists():
+        time.sleep(0.5)
+    prepared = load_prepared(resolved.config, where)
+    assert prepared is not None
+    return prepared
+
+
+def make_work(resolved: Resolved, device: torch.device) -> Work:
+    """What the stages cost, for the plan."""
+    config = resolved.config
+    return Work(
+        target=TargetShape.of(resolved.target),
+        drafter=resolved.drafter,
+        rows=config.optimization.rows,
+        length=config.data.sequence_length,
+        anchors=config.data.anchors,
+        microbatches=config.optimization.microbatches,
+        target_bytes=compute_dtype(config.target.dtype, device).itemsize,
+        drafter_bytes=compute_dtype(config.optimization.dtype, device).itemsize,
+    )
+
+
+def plan_run(resolved: Resolved) -> Plan:
+    """Devices and roles. Raises ``PlanError`` for what is impossible."""
+    return make_plan(resolved.config.pipeline, make_work(resolved, default_device()))
+
+
 def make_executor(run: Run) -> Executor:
-    """The executor of ``pipeline.executor``."""
-    kind = run.config.pipeline.executor
-    if kind == "inline":
-        return InlineExecutor(run.job(), default_device())
-    raise ConfigError(f"pipeline.executor {kind} is not in this build")
+    """The executor of ``pipeline.executor``, on the plan's devices."""
+    plan = run.plan
+    if plan.executor == "threads":
+        from trainer.pipeline.threads import ThreadsExecutor
+
+        return ThreadsExecutor(run.job(), plan)
+    if plan.executor == "processes":
+        from trainer.pipeline.processes import ProcessesExecutor
+
+        return ProcessesExecutor(run.job(), plan)
+    device, target = torch.device(plan.drafters[0]), torch.device(plan.targets[0])
+    return InlineExecutor(run.job(), device, target)

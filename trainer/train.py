@@ -30,7 +30,7 @@ def train(config: TrainConfig) -> int:
         try:
             run = prepare_run(resolve(config))
             loop(run, signals)
-            if config.evaluation is not None:
+            if config.evaluation is not None and run.leads:
                 evaluate_run(run, config.evaluation)
             run.writer.event("finished", step=run.batches.steps)
             say(f"finished {run.batches.steps} steps")
@@ -64,13 +64,16 @@ def loop(run: Run, signals: StopSignals) -> None:
         for index in range(done, run.batches.steps):
             report.add(executor.step(index))
             step = index + 1
-            last = step == run.batches.steps or signals.received is not None
+            # With several processes all leave after the same step, not each when its signal came.
+            stop = executor.agreed_stop(signals.received)
+            last = step == run.batches.steps or stop is not None
             if last or step % run.config.log_every == 0 or step == done + 1:
                 report.write()
             if last or step % run.config.checkpoint.every == 0:
                 best = _checkpoint(run, executor, validator, report, step, best)
-            if signals.received is not None:
-                run.writer.event("stopping", signal=signals.received, step=step)
+            if stop is not None:
+                run.writer.event("stopping", signal=stop, step=step)
+                signals.received = stop
                 break
         signals.defer(False)
     finally:
@@ -85,7 +88,8 @@ def _resume(run: Run, executor: Executor) -> tuple[int, float | None]:
     loaded = run.store.load(path)
     executor.load(loaded.state)
     run.writer.event("resumed", path=str(path), step=loaded.step)
-    say(f"resumed {path.name}: {loaded.step} of {run.batches.steps} steps are done")
+    if run.leads:
+        say(f"resumed {path.name}: {loaded.step} of {run.batches.steps} steps are done")
     return loaded.step, loaded.best
 
 
@@ -134,7 +138,8 @@ class Report:
 
     def write(self) -> None:
         """One line; raises ``NonFiniteError`` beyond the limit."""
-        if not self.pending:
+        if not self.pending or not self.run.leads:
+            self.pending = []
             return
         run, results = self.run, self.pending
         sums = Sums.read(torch.stack([r.sums.cpu() for r in results]).sum(0))
