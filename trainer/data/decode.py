@@ -26,6 +26,8 @@ from trainer.target import cache_argument
 
 ROOM = 64
 """Columns added when a buffer is full."""
+PREFILL_TOKENS = 4096
+"""Of one prefill, padding included."""
 SAMPLED_FROM = 256
 """Sampling looks at the best so many tokens; beyond them the mass is negligible."""
 
@@ -55,6 +57,16 @@ class _Row:
     request: Request
     made: list[int] = field(default_factory=list)
     generator: np.random.Generator | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows that were prefilled together: mask [b, T], cache, next token [b]."""
+
+    rows: list[_Row]
+    mask: Tensor
+    cache: Cache
+    chosen: Tensor
 
 
 class GrowingLayer(DynamicLayer):
@@ -141,9 +153,26 @@ class BatchDecoder:
             if self._rows:
                 self._step()
 
-    @torch.inference_mode()
     def _join(self, requests: list[Request]) -> None:
-        """Prefill new rows together and put them under the present ones."""
+        """Prefill new rows, alike lengths together, and put them under the present ones."""
+        parts = [_Part(self._rows, self._mask, self._cache, self._next)] if self._rows else []
+        parts += [self._prefill(group) for group in _alike(requests)]
+        width = max(part.mask.shape[1] for part in parts)
+        with torch.inference_mode():
+            self._mask = torch.cat([_left(part.mask, width, -1) for part in parts])
+            self._next = torch.cat([part.chosen for part in parts])
+            merged = self._new_cache()
+            for index, layer in enumerate(merged.layers):
+                here = [part.cache.layers[index] for part in parts]
+                layer.replace(
+                    torch.cat([_left(x.keys, width, -2) for x in here]),
+                    torch.cat([_left(x.values, width, -2) for x in here]),
+                )
+        self._cache = merged
+        self._rows = [row for part in parts for row in part.rows]
+
+    @torch.inference_mode()
+    def _prefill(self, requests: list[Request]) -> _Part:
         rows = [_Row(r, generator=_generator(r)) for r in requests]
         longest = max(len(r.tokens) for r in requests)
         padded = [[self.pad] * (longest - len(r.tokens)) + r.tokens for r in requests]
@@ -152,19 +181,7 @@ class BatchDecoder:
         mask = torch.tensor(shown, device=self.device)
         cache = self._new_cache()
         logits = self._forward(tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
-        chosen = self._choose(logits, rows)
-        if self._rows:
-            width = max(self._mask.shape[1], longest)
-            self._mask = torch.cat((_left(self._mask, width, -1), _left(mask, width, -1)))
-            for old, new in zip(self._cache.layers, cache.layers, strict=True):
-                old.replace(
-                    torch.cat((_left(old.keys, width, -2), _left(new.keys, width, -2))),
-                    torch.cat((_left(old.values, width, -2), _left(new.values, width, -2))),
-                )
-            self._next = torch.cat((self._next, chosen))
-        else:
-            self._mask, self._cache, self._next = mask, cache, chosen
-        self._rows += rows
+        return _Part(rows, mask, cache, self._choose(logits, rows))
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -223,6 +240,16 @@ class BatchDecoder:
 
     def _new_cache(self) -> Cache:
         return Cache(layers=[GrowingLayer() for _ in range(self.layers)])
+
+
+def _alike(requests: list[Request]) -> list[list[Request]]:
+    """Groups of similar lengths, none of more than ``PREFILL_TOKENS`` when padded."""
+    groups: list[list[Request]] = []
+    for request in sorted(requests, key=lambda r: len(r.tokens)):
+        if not groups or (len(groups[-1]) + 1) * len(request.tokens) > PREFILL_TOKENS:
+            groups.append([])
+        groups[-1].append(request)
+    return groups
 
 
 def _generator(request: Request) -> np.random.Generator | None:

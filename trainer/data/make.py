@@ -18,6 +18,7 @@ from trainer.data.conversation import (
     Conversation,
     Messages,
     Rejection,
+    is_held_out,
     prompt_key,
     read_conversations,
 )
@@ -86,7 +87,15 @@ class Maker:
     """The target at work on data. ``model`` is whole, with its head."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, config: MakeConfig, folder: Path, seed: int, say: Say
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: MakeConfig,
+        folder: Path,
+        *,
+        seed: int,
+        held_out: float,
+        say: Say,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -94,6 +103,7 @@ class Maker:
         self.config = config
         self.folder = folder
         self.seed = seed
+        self.held_out = held_out
         self.say = say
         self.stop = stop_tokens(tokenizer, model.generation_config)
 
@@ -167,19 +177,21 @@ class Maker:
         made = {item["key"]: item for item in journal.read()}
         keys = [prompt_key(p.messages) for p in prompts]
         encoded = [self.template.prompt(p.messages) for p in prompts]
+        missing = [index for index, key in enumerate(keys) if key not in made]
+        # By hash, so that a run cut by time has some of every source; held-out prompts come last:
+        # their responses only validate.
+        missing.sort(key=lambda i: (is_held_out(keys[i], self.held_out), keys[i]))
         requests = [
             Request(
                 index,
-                tokens,
+                encoded[index],
                 settings.max_new_tokens,
                 settings.temperature,
                 settings.top_p,
                 self.seed,
             )
-            for index, (key, tokens) in enumerate(zip(keys, encoded, strict=True))
-            if key not in made
+            for index in missing
         ]
-        # Alike lengths together: a batch is as wide as its longest row.
         decoder = BatchDecoder(self.model, self.stop, self._pad(), settings.batch)
         progress = Progress("responses", len(prompts), self.say, settings.seconds)
         deadline = time.monotonic() + settings.seconds if settings.seconds else None

@@ -103,7 +103,15 @@ def prepare(
     rejected: list[Rejection] = []
     samples = list(_from_files(config, tokenizer, rejected))
     if config.data.make is not None:
-        maker = Maker(model(), tokenizer, config.data.make, folder, config.seed, say)
+        maker = Maker(
+            model(),
+            tokenizer,
+            config.data.make,
+            folder,
+            seed=config.seed,
+            held_out=config.data.held_out,
+            say=say,
+        )
         prompts, bad = maker.prompts()
         rejected += bad
         samples += [_from_response(item) for item in maker.responses(prompts)]
