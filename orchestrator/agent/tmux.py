@@ -51,7 +51,7 @@ def new_session(name: str, command: Sequence[str], environment: Mapping[str, str
     for key, value in environment.items():
         size += len(key) + len(value) + 4
         if not key.startswith("LD_") and size < _ENVIRONMENT_BYTES:
-            given += ["-e", f"{key}={value}"]
+            given += ["-e", _literal(f"{key}={value}")]
     window = f"={name}:"
     answer = run(
         *("-u", "new-session", "-d", "-s", name, "-x", str(_WIDTH), "-y", str(_HEIGHT)),

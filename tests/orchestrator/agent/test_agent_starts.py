@@ -1,0 +1,254 @@
+"""run.start: exactly once, with the right environment, and never beside one that is in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.agent.frames import encode
+from orchestrator.agent.process import Tree, command, table
+
+SHOW = "import json, os; print(json.dumps(dict(os.environ))); print(os.getcwd())"
+
+
+def shown(runs: Any, run: dict[str, Any]) -> tuple[dict[str, str], str]:
+    """The environment and the folder that a run of ``SHOW`` found."""
+    runs.ending(run)
+    environment, folder = Path(run["log"]).read_text().splitlines()[:2]
+    return json.loads(environment), folder
+
+
+def supervisors(run_id: str) -> int:
+    """Of the two processes with that command line, the pane's leads its session."""
+    lines = {pid: command(pid) for pid in table()}
+    named = [pid for pid, line in lines.items() if "supervise" in line and run_id in line]
+    return sum(os.getsid(pid) != pid for pid in named)
+
+
+def test_a_retry_after_a_lost_answer_starts_nothing(runs: Any) -> None:
+    run_id = runs.new_id()
+    first = runs.start("sleep", "60", run_id=run_id)
+    other = runs.new_agent(send_program=False)
+    again = other.call("run.start", run_id=run_id, command=["sleep", "60"], name=run_id)
+    assert not first["already"] and again["already"]
+    assert again["supervisor"]["child"] == first["supervisor"]["child"]
+    assert len(Tree(run_id, first["supervisor"]["pid"]).members()) == 1
+
+
+def test_a_retry_after_the_end_starts_nothing(runs: Any) -> None:
+    run = runs.start("true")
+    runs.ending(run)
+    again = runs.start("true", run_id=run["run_id"])
+    assert (again["already"], again["state"]) == (True, "finished")
+
+
+def test_the_same_run_id_with_another_command_is_a_conflict(runs: Any) -> None:
+    run = runs.start("sleep", "60")
+    number = runs.agent.send("run.start", run_id=run["run_id"], command=["rm", "-rf", "x"])
+    assert runs.agent.error(number)["kind"] == "run.conflict"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_agent_killed_at_any_moment_of_a_start_never_makes_two(runs: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    run_id = runs.new_id()
+    for _ in range(3):
+        victim = runs.new_agent(send_program=False)
+        victim.hello()
+        victim.send("run.start", run_id=run_id, command=["sleep", "60"], name="n")
+        time.sleep(chance.random() * 0.08)
+        victim.process.kill()
+        victim.process.wait()
+    run = runs.start("sleep", "60", run_id=run_id, name="n")
+    sleeping = Tree(run_id, run["supervisor"]["pid"]).members()
+    assert [one.name for one in sleeping] == ["sleep"]
+    assert supervisors(run_id) == 1
+
+
+def test_two_people_launching_at_once_get_one_run(runs: Any) -> None:
+    agents = [runs.new_agent(send_program=False) for _ in range(4)]
+    for agent in agents:
+        agent.hello()
+    answers: list[dict[str, Any]] = []
+
+    def launch(agent: Any, run_id: str) -> None:
+        number = agent.send("run.start", run_id=run_id, command=["sleep", "60"], name="train")
+        answers.append(agent.finish(number)[0])
+
+    names = [(agent, runs.new_id()) for agent in agents]
+    threads = [threading.Thread(target=launch, args=pair) for pair in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    good = [answer for answer in answers if answer["ok"]]
+    refused = [answer["error"] for answer in answers if not answer["ok"]]
+    assert len(good) == 1
+    assert {error["kind"] for error in refused} == {"run.busy"}
+    assert refused[0]["detail"]["runs"][0]["run_id"] == good[0]["result"]["run_id"]
+
+
+def test_a_second_run_on_the_same_gpu_is_refused_unless_forced(runs: Any) -> None:
+    first = runs.start("sleep", "60", gpus=[0, 1])
+    fields = {"command": ["sleep", "60"], "name": "other", "gpus": [1, 2]}
+    error = runs.agent.error(runs.agent.send("run.start", run_id=runs.new_id(), **fields))
+    assert error["kind"] == "run.busy"
+    assert error["detail"]["runs"] == [
+        {"run_id": first["run_id"], "name": first["run_id"], "gpus": ["1"]}
+    ]
+    forced = runs.agent.call("run.start", run_id=runs.new_id(), force=True, **fields)
+    assert not forced["already"]
+
+
+def test_a_run_that_ended_is_not_in_the_way(runs: Any) -> None:
+    runs.ending(runs.start("true", name="train"))
+    assert runs.start("true", name="train")["already"] is False
+
+
+def test_the_environment_is_the_containers_and_the_given_one(runs: Any) -> None:
+    # The tmux server is older and has another environment.
+    runs.environment |= {"OLD": "server"}
+    runs.start("sleep", "60")
+    runs.environment.pop("OLD")
+    agent = runs.new_agent(send_program=False)
+    run_id = runs.new_id()
+    odd = {"QUOTED": "a'b\"c$(id)`id`\n;", "EMPTY": "", "LANG": "C", "LD_LIBRARY_PATH": "/x"}
+    words = [sys.executable, "-c", SHOW]
+    run = agent.call("run.start", run_id=run_id, command=words, env=odd, name="e")
+    found, folder = shown(runs, run)
+    assert {key: found[key] for key in odd} == odd
+    assert "OLD" not in found and "TMUX" not in found
+    assert found["DFLASH_RUN_ID"] == run_id and found["DFLASH_RUN_DIR"] == run["run_dir"]
+    assert found["PYTHONUNBUFFERED"] == "1"
+    assert "/usr/local/bin" in found["PATH"].split(":")
+    assert folder == str(runs.workdir)
+
+
+def test_without_a_utf8_locale_the_run_gets_one(runs: Any) -> None:
+    runs.environment = {
+        "PATH": "/sbin:/bin:/usr/sbin:/usr/bin",
+        "LC_ALL": "C",
+        "TMUX_TMPDIR": runs.environment["TMUX_TMPDIR"],
+    }
+    runs.agent = runs.new_agent(send_program=False)
+    run = runs.python("import os; print(os.environ['LC_ALL'], 'ü')")
+    runs.ending(run)
+    assert Path(run["log"]).read_text() == "C.UTF-8 ü\n"
+
+
+def test_secrets_reach_the_command_and_nothing_else(runs: Any) -> None:
+    code = "import os, time; print(len(os.environ['HF_TOKEN']), flush=True); time.sleep(60)"
+    run = runs.python(code, secrets={"HF_TOKEN": "hunter2-secret"})
+    runs.says(run, "14")
+    folder = Path(run["run_dir"])
+    for path in folder.rglob("*"):
+        if path.is_file():
+            assert b"hunter2" not in path.read_bytes(), path
+            assert path.stat().st_mode & 0o077 == 0 or path.name == "train.log.index"
+    lines = [Path(f"/proc/{pid}/cmdline") for pid in table()]
+    assert not any(b"hunter2" in line.read_bytes() for line in lines if line.exists())
+    assert "hunter2" not in runs.tmux("show-environment", "-t", run["session"])
+    record = json.loads((folder / "run.json").read_text())
+    assert record["secret_names"] == ["HF_TOKEN"]
+
+
+def test_the_record_says_who_started_what(runs: Any) -> None:
+    meta = {"who": "ann@laptop", "git": {"commit": "abc", "dirty": True}}
+    diff = b"--- a\n+++ b\n"
+    number = runs.agent.send(
+        "run.start", diff, run_id="r-1", command=["true"], name="n", env={"A": "1"}, meta=meta
+    )
+    run = runs.agent.result(number)
+    record = runs.status(run)["record"]
+    assert record["who"] == "ann@laptop" and record["git"]["commit"] == "abc"
+    assert record["command"] == ["true"] and record["env_names"] == ["A"]
+    assert Path(run["run_dir"], "dirty.diff").read_bytes() == diff
+    assert Path(run["run_dir"]).stat().st_mode & 0o777 == 0o700
+
+
+def test_the_log_can_be_had_at_a_path_of_ones_choice(runs: Any) -> None:
+    link = runs.workdir / "logs" / "train_stdout_diag.log"
+    run = runs.python("print('hello')", log_link=str(link))
+    runs.ending(run)
+    assert link.is_symlink() and link.read_text() == "hello\n"
+    again = runs.python("print('again')", log_link=str(link))
+    runs.ending(again)
+    assert link.read_text() == "again\n"
+    assert Path(run["log"]).read_text() == "hello\n"
+
+
+def test_a_file_at_that_path_is_moved_aside_not_lost(runs: Any) -> None:
+    link = runs.workdir / "diag.log"
+    link.write_text("of last night")
+    run = runs.python("print('hello')", log_link=str(link))
+    assert Path(run["log_link_moved"]).read_text() == "of last night"
+    runs.ending(run)
+    assert link.read_text() == "hello\n"
+
+
+def test_a_run_starts_from_the_release_that_is_just_being_committed(runs: Any) -> None:
+    import hashlib
+
+    from orchestrator.agent.manifest import Entry, dump
+
+    agent = runs.agent
+    data = b"echo from the release; pwd\n"
+    entry = Entry("f", "go.sh", hashlib.sha256(data).hexdigest(), len(data))
+    begun = agent.stream("release.begin", dump([entry]))
+    agent.result(begun)
+    blobs = agent.stream("release.blobs", data, blobs=[[entry.digest, len(data)]])
+    commit = agent.send("release.commit", begin=begun, after=[blobs])
+    run_id = runs.new_id()
+    start = agent.send(
+        "run.start", run_id=run_id, command=["bash", "go.sh"], release_from=commit, name="n"
+    )
+    run = agent.result(start)
+    runs.ending(run)
+    path = agent.result(commit)["path"]
+    assert Path(run["log"]).read_text() == f"from the release\n{path}\n"
+    assert run["release"] == agent.call("run.status", run_id=run_id)["release"]
+
+
+@pytest.mark.parametrize("run_id", ["", "a b", "../x", "a.b", "a:b", "-x", "x" * 101, "a/b"])
+def test_run_ids_that_could_mean_something_else_are_refused(runs: Any, run_id: str) -> None:
+    number = runs.agent.send("run.start", run_id=run_id, command=["true"])
+    assert runs.agent.error(number)["kind"] == "request.invalid"
+
+
+def test_arguments_meet_no_shell(runs: Any) -> None:
+    words = ["*", "$(id)", ";", "a;", "-x", "", "two words", "new\nline", "#{pane_id}", "é"]
+    run = runs.start("printf", "[%s]\\n", *words)
+    runs.ending(run)
+    assert Path(run["log"]).read_text() == "".join(f"[{word}]\n" for word in words)
+
+
+def test_what_is_asked_of_a_run_that_is_not_there_says_so(runs: Any) -> None:
+    for op in ("run.attach", "run.status", "run.stop", "run.remove", "stacks", "tail"):
+        assert runs.agent.error(runs.agent.send(op, run_id="no-1"))["kind"] == "run.not_found"
+    assert runs.agent.error(runs.agent.send("run.status"))["kind"] == "run.not_found"
+
+
+def test_an_ended_run_can_be_removed_a_live_one_not(runs: Any) -> None:
+    live, ended = runs.start("sleep", "60"), runs.start("true")
+    runs.ending(ended)
+    assert runs.agent.call("run.remove", run_id=ended["run_id"]) == {}
+    assert not Path(ended["run_dir"]).exists()
+    number = runs.agent.send("run.remove", run_id=live["run_id"])
+    assert runs.agent.error(number)["kind"] == "run.busy"
+
+
+def test_a_start_cut_in_its_input_leaves_no_run(runs: Any) -> None:
+    agent = runs.new_agent(send_program=False)
+    agent.hello()
+    number = agent.send("run.start", run_id="cut-1", command=["true"], more=True)
+    agent.write(encode({"id": number, "more": True}, b"half a diff"))
+    agent.close()
+    assert runs.agent.call("run.list")["runs"] == []
