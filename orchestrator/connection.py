@@ -129,14 +129,14 @@ class HostConnection:
             return self._open_route(route)
         except paramiko.AuthenticationException as error:
             if not self._can_ask():
-                raise refusal(error, route, self.host.name) from None
+                raise refusal(error, route, self.host.name) from error
             secret = getpass.getpass(f"password or passphrase for {route.user}@{route.place}: ")
         except (paramiko.SSHException, OSError, EOFError) as error:
-            raise refusal(error, route, self.host.name) from None
+            raise refusal(error, route, self.host.name) from error
         try:
             return self._open_route(route, secret)
         except (paramiko.SSHException, OSError, EOFError) as error:
-            raise refusal(error, route, self.host.name) from None
+            raise refusal(error, route, self.host.name) from error
 
     def _can_ask(self) -> bool:
         return self._ask and sys.stdin.isatty() and sys.stderr.isatty()

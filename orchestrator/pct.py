@@ -172,6 +172,10 @@ _READINGS = (
 )
 
 
+class SaidBy(Exception):
+    """The host's own words behind an error, as its ``__cause__``."""
+
+
 def failure(
     stderr: str, status: int | None, *, host: str, ct: int | None, stdout: str = ""
 ) -> DflashctlError:
@@ -180,6 +184,14 @@ def failure(
     The exit status decides nothing (pct's own failures and the command's share the numbers, and
     255 is ssh's too); it is only shown where the text says nothing known.
     """
+    error = _read(stderr, status, host=host, ct=ct, stdout=stdout)
+    error.__cause__ = SaidBy(stderr.strip() or stdout.strip())
+    return error
+
+
+def _read(
+    stderr: str, status: int | None, *, host: str, ct: int | None, stdout: str
+) -> DflashctlError:
     for reading in _READINGS:
         found = reading.pattern.search(stderr)
         if found:

@@ -1,0 +1,124 @@
+"""What a live diagnosis reads: the end of the log, looks at the container, looks at its host.
+
+Nothing here fails because a machine is ill: what could not be read is itself evidence.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.alarm import best_of
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import DflashctlError, RunNotFound
+from orchestrator.fleet import Fleet
+from orchestrator.paths import RunPaths
+from orchestrator.run import RunRef, RunSummary
+from orchestrator.watch import SEED_LINES, read_metrics
+
+# Some 20 MB at the usual 100 bytes a line: a second on a fast link, and the cause is near the end.
+LINES = 200_000
+HOST_LIMIT_S = 6.0
+
+
+@dataclass
+class Collected:
+    """Everything that could be read of one run."""
+
+    ref: RunRef
+    log: Path
+    """Empty where there is no log."""
+    probes: dict[str, Any] = field(default_factory=dict)
+    """Text or small JSON values by the names that ``orchestrator.diag`` reads."""
+    summary: RunSummary | None = None
+    error: DflashctlError | None = None
+    """What kept the container from being asked."""
+
+
+def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
+    """Ask the container and its host at once; ``log`` is written."""
+    found = Collected(ref, log)
+    log.touch()
+    host: dict[str, Any] = {}
+    beside = threading.Thread(target=_ask_host, args=(fleet, ref, host), daemon=True)
+    beside.start()
+    try:
+        _ask_container(fleet.container(ref.target), ref, found)
+    except DflashctlError as error:
+        found.error = error
+        found.probes["ssh" if ref.target.ct is None or error.ct is None else "pct"] = raw(error)
+    beside.join(HOST_LIMIT_S)
+    # A copy: a host that is late may still be adding to its own.
+    found.probes.update(dict(host))
+    return found
+
+
+def raw(error: DflashctlError) -> str:
+    """The words that a machine used, which rules know; else ours."""
+    cause = error.__cause__
+    return f"{type(cause).__name__}: {cause}" if cause is not None else error.what
+
+
+def _ask_container(channel: AgentChannel, ref: RunRef, found: Collected) -> None:
+    about = channel.request("run.status", lines=0, **ref.fields)
+    python = ref.target.settings.python
+    try:
+        summary = RunSummary.model_validate(about.result())
+    except RunNotFound:
+        if ref.run_id is not None:
+            raise
+        # No run at all: the container itself can still be looked at.
+        found.probes.update(_values(channel.call("probe", python=python)))
+        return
+    found.summary = summary
+    run = {"run_id": summary.run_id}
+    looks = channel.request("probe", python=python, **run)
+    log = channel.request("tail", files=[RunPaths("").log], lines=LINES, follow=False, **run)
+    stacks = channel.request("stacks", python=python, **run) if summary.state == "stalled" else None
+    with found.log.open("wb") as stream:
+        for head, payload in log.frames():
+            if "notice" not in head:
+                stream.write(payload)
+    found.probes.update(_values(looks.result()))
+    if stacks is not None:
+        found.probes["stacks"] = _stacks(stacks.result())
+    before = (summary.model_extra or {}).get("predecessor")
+    if before:
+        _compare(channel, str(before), found)
+
+
+def _compare(channel: AgentChannel, before: str, found: Collected) -> None:
+    try:
+        best = best_of(read_metrics(channel, before, SEED_LINES))
+    except DflashctlError:
+        # Removed since, or of another container.
+        return
+    if best is not None:
+        found.probes["predecessor"] = {"run": before, "tok_s": best}
+
+
+def _ask_host(fleet: Fleet, ref: RunRef, found: dict[str, Any]) -> None:
+    try:
+        channel = fleet.host(ref.target.host)
+        request = channel.request("probe", side="host", ct=ref.target.ct)
+        for head, _ in request.frames():
+            found.update(_values({"probes": {head["probe"]: head}}))
+    except DflashctlError as error:
+        # The container's own channel tells of a host that is not reached.
+        found.setdefault("host_agent", error.what)
+
+
+def _values(answer: dict[str, Any]) -> dict[str, Any]:
+    """A probe's value; of one that failed, its words."""
+    return {
+        name: look["value"] if look["ok"] else look.get("error", "")
+        for name, look in answer["probes"].items()
+    }
+
+
+def _stacks(answer: dict[str, Any]) -> str:
+    return "\n\n".join(
+        f"Process {one['pid']}: {one['command']}\n{one['text']}" for one in answer["stacks"]
+    )
