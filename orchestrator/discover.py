@@ -45,8 +45,8 @@ class Discovery:
     """One host's containers beside what the inventory knew."""
 
     host: str
-    settings: dict[str, Any]
-    """The host's own entry; empty where the inventory has it."""
+    settings: dict[str, Any] | None
+    """The host's own entry; None where the inventory has it."""
     new: tuple[Found, ...] = ()
     known: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ def discover(
         new.append(Found(label, ct, _word(item.get("status")), passed, known))
     return Discovery(
         name,
-        {} if name in inventory.hosts else _host_entry(host, name),
+        None if name in inventory.hosts else _host_entry(host, name),
         tuple(new),
         tuple(have[ct] for ct in sorted(have.keys() & there.keys())),
         tuple(have[ct] for ct in sorted(have.keys() - there.keys())),
@@ -151,10 +151,10 @@ def _word(status: Any) -> str:
 
 def render(found: Discovery) -> str:
     """The YAML of what is new; empty where nothing is."""
-    if not found.settings and not found.new and found.known:
+    if found.settings is None and not found.new:
         return ""
     parts = [HEADER.format(host=found.host)]
-    if found.settings or not found.known:
+    if found.settings is not None:
         parts.append(f"hosts:\n  {_scalar(found.host)}: {_flow(found.settings)}\n")
     if found.new:
         parts.append("containers:\n" + container_lines(found.host, found.new))

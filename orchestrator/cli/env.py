@@ -20,7 +20,7 @@ from orchestrator.cli.options import (
 )
 from orchestrator.cli.session import Session, open_session
 from orchestrator.environment import remote
-from orchestrator.environment.compare import Difference, compare, worst
+from orchestrator.environment.compare import Difference, compare, faults, worst
 from orchestrator.environment.lock import Environment, read_lock
 from orchestrator.environment.sync import Plan, plan
 from orchestrator.errors import UsageError
@@ -54,6 +54,8 @@ def freeze(
         else:
             target = session.one_target(runs, host, ct)
             found = remote.collect(session.fleet.container(target), target)
+    for fault in faults(found):
+        output.notice(f"{fault.key}: {fault.why} (next: {fault.remedy})")
     text = found.lock_text()
     if file is None:
         sys.stdout.write(text)
@@ -159,8 +161,8 @@ def _short(found: Environment) -> str:
 def _show(differences: list[Difference], every: bool) -> None:
     shown = [d for d in differences if every or d.weight != "harmless"]
     for d in shown:
-        change = f"{_cut(d.before)} → {_cut(d.after)}"
-        output.say(f"{output.paint(f'{d.weight:<10}', COLOURS[d.weight])} {d.key}: {change}")
+        change = f": {_cut(d.before)} → {_cut(d.after)}" if d.before != d.after else ""
+        output.say(f"{output.paint(f'{d.weight:<10}', COLOURS[d.weight])} {d.key}{change}")
         output.say(f"{'':10} {d.why}")
         if d.remedy:
             output.say(f"{'':10} next: {d.remedy}")

@@ -86,8 +86,10 @@ def compare(before: Environment, after: Environment) -> list[Difference]:
         *_caches(before, after),
         *_variables(before, after),
         *_system(before, after),
-        *_own_faults(after),
     ]
+    # Of what is wrong in itself, only what was not wrong before.
+    old = {fault.key for fault in faults(before)}
+    found += [fault for fault in faults(after) if fault.key not in old]
     return sorted(found, key=lambda d: ORDER[d.weight])
 
 
@@ -95,23 +97,15 @@ def worst(differences: list[Difference]) -> Weight | None:
     return min((d.weight for d in differences), key=lambda w: ORDER[w], default=None)
 
 
-def faults(one: Environment) -> list[Difference]:
+def faults(one: Environment) -> Iterator[Difference]:
     """What is wrong with an environment whatever it is compared with."""
-    return [*_no_torch(one, one), *_own_faults(one)]
-
-
-def _no_torch(before: Environment, after: Environment) -> Iterator[Difference]:
-    if after.torch is None:
-        yield Difference(
-            *("torch", before.torch.version if before.torch else None, None, "breaks"),
-            "torch is not installed for this interpreter",
-            f"install it for {after.python.executable}, or set `python` in the inventory",
-        )
-
-
-def _own_faults(one: Environment) -> Iterator[Difference]:
     torch, driver = one.torch, one.driver
     if torch is None:
+        yield Difference(
+            *("torch", None, None, "breaks"),
+            "torch is not installed for this interpreter",
+            f"install it for {one.python.executable}, or set `python` in the inventory",
+        )
         return
     if driver is not None and torch.cuda is None and torch.hip is None:
         yield Difference(
@@ -162,8 +156,6 @@ def _python(before: Environment, after: Environment) -> Iterator[Difference]:
 
 def _torch(before: Environment, after: Environment) -> Iterator[Difference]:
     a, b = before.torch, after.torch
-    if b is None:
-        yield from _no_torch(before, after)
     if a is None or b is None or a == b:
         return
     if a.version.partition("+")[0] != b.version.partition("+")[0]:

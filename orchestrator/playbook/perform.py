@@ -97,7 +97,7 @@ class Stage:
             self._save(found, Path(action.save).expanduser())
         good = lock or next(iter(found.values()))
         differences = {
-            name: compare(good, one) if one is not good else faults(one)
+            name: compare(good, one) if one is not good else list(faults(one))
             for name, one in found.items()
         }
         self._judge(differences, action.fail_on)

@@ -102,6 +102,12 @@ def test_a_name_that_is_taken_or_no_name_is_replaced(tmp_path: Path) -> None:
     assert [item.name for item in found.new] == ["gpu-200", "all-201", "b-202", "b-203"]
 
 
+def test_a_host_that_is_known_is_not_written_again(tmp_path: Path) -> None:
+    known = read(tmp_path, "hosts: {a: {}}\n")
+    text = render(discover(known, resolve_host(known, "a"), [container(200)], {}))
+    assert "hosts:" not in text and "containers:" in text
+
+
 def test_nothing_new_is_no_text(tmp_path: Path) -> None:
     known = read(tmp_path, "hosts: {a: {}}\ncontainers: {gpu: {host: a, ct: 200}}\n")
     assert render(discover(known, resolve_host(known, "a"), [container(200)], {})) == ""

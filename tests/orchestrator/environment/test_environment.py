@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.environment import collector
-from orchestrator.environment.compare import compare, numbers, worst
+from orchestrator.environment.compare import compare, faults, numbers, worst
 from orchestrator.environment.lock import Environment, parse, read_lock
 from orchestrator.environment.sync import plan
 from orchestrator.errors import NotFoundError, RefusedError, UsageError
@@ -142,10 +142,14 @@ def test_each_difference_has_its_weight(changes: dict[str, Any], key: str, weigh
 
 def test_a_driver_too_old_for_torchs_cuda_is_named_with_the_one_it_needs() -> None:
     old = environment(driver={"version": "550.54.14", "nvidia_smi": "/x"})
-    told = [d.why for d in compare(old, old)]
-    assert told == [
-        "torch 2.11.0+cu130 is built for CUDA 13.0, which needs a driver from 580.65.6 on"
-    ]
+    why = "torch 2.11.0+cu130 is built for CUDA 13.0, which needs a driver from 580.65.6 on"
+    assert [d.why for d in faults(old)] == [why]
+    assert why in [d.why for d in compare(environment(), old)]
+
+
+def test_what_is_wrong_in_both_alike_is_no_difference() -> None:
+    bare = environment(torch=None)
+    assert compare(bare, bare) == []
 
 
 def test_differing_nccl_breaks_because_nodes_hang() -> None:

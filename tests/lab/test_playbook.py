@@ -1,0 +1,136 @@
+"""Playbooks against real containers: steps, their failures, and going on from there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from laptop import Cli
+
+from orchestrator.lab import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
+
+FAKE = Path(__file__).with_name("fake_run.py")
+
+BOOK = """
+description: a whole life
+variables: {steps: "20", word: hello, code: "0"}
+steps:
+  - preflight:
+  - push:
+  - exec: {command: [printf, "<%s>\\n", "{{word}}"]}
+  - launch: {command: [python3, fake_run.py, "{{steps}}", "0.1", "99", "{{code}}"], name: book}
+  - wait: {until: training, timeout_s: 60}
+    name: trains
+  - wait: {timeout_s: 60}
+    name: ends
+  - pull: {what: logs, to: out}
+"""
+
+
+@pytest.fixture
+def code(code: Path) -> Path:
+    shutil.copy(FAKE, code)
+    (code / "book.yaml").write_text(BOOK)
+    return code
+
+
+def test_the_steps_run_in_order_and_the_logs_come_home(cli: Cli, code: Path) -> None:
+    done = cli("play", "./book.yaml", "lab-201", cwd=code, code=0)
+    lines = done.stdout.splitlines()
+    assert [line.split()[:3] for line in lines] == [
+        ["1/7", "preflight", "ok"],
+        ["2/7", "push", "ok"],
+        ["3/7", "exec", "ok"],
+        ["4/7", "launch", "ok"],
+        ["5/7", "trains", "ok"],
+        ["6/7", "ends", "ok"],
+        ["7/7", "pull", "ok"],
+    ]
+    (run,) = (code / "out").iterdir()
+    assert "training" in (run / "train.log").read_text()
+    assert not (run / "start.json").exists()
+
+
+def test_a_hostile_value_reaches_the_command_as_one_word(cli: Cli, code: Path) -> None:
+    hostile = "a b; touch /tmp/owned $(id) `id` '\" {{steps}} *"
+    words = ("play", "./book.yaml", "lab-201", "--set", f"word={hostile}", "--set", "steps=1")
+    done = cli(*words, cwd=code, code=0)
+    assert f"<{hostile}>" in done.stderr
+
+
+def test_the_first_failure_stops_it_and_names_the_command_that_goes_on(
+    cli: Cli, code: Path
+) -> None:
+    broken = code / "broken.yaml"
+    broken.write_text(
+        "steps:\n  - push:\n  - exec: {command: [test, -e, /tmp/ready]}\n"
+        "  - exec: {command: [rm, /tmp/ready]}\n    name: clean\n"
+    )
+    done = cli("play", "./broken.yaml", "lab-201", cwd=code, code=1)
+    assert [line.split()[2] for line in done.stdout.splitlines()] == ["ok", "FAILED"]
+    assert "test ended with exit code 1" in done.stderr
+    again = done.stderr.split("go on from there: dflashctl ")[1].strip()
+    assert again == "play ./broken.yaml lab-201 --start-at exec"
+    cli("exec", "lab-201", "--", "touch", "/tmp/ready", code=0)
+    done = cli(*shlex.split(again), cwd=code, code=0)
+    assert [line.split()[2] for line in done.stdout.splitlines()] == ["skipped", "ok", "ok"]
+
+
+def test_a_run_that_fails_fails_its_wait_and_keeps_its_id_for_later(cli: Cli, code: Path) -> None:
+    words = ("play", "./book.yaml", "lab-201", "--set", "code=3", "--set", "steps=1", "--json")
+    done = cli(*words, cwd=code, code=1)
+    *steps, end = [json.loads(line) for line in done.stdout.splitlines()]
+    assert steps[-1]["state"] == "failed"
+    assert "exit code 3" in end["message"]
+    run_id = steps[3]["data"]["run_ids"][0]
+    assert end["resume"][end["resume"].index("--run") + 1] == run_id
+
+
+def test_check_reaches_nothing(cli: Cli, code: Path) -> None:
+    cli.inventory.touch()
+    done = cli("play", "./book.yaml", "nowhere", "--check", cwd=code, code=0)
+    assert "command: python3 fake_run.py 20 0.1 99 0" in done.stdout
+
+
+def test_launch_is_a_playbook_too(cli: Cli, lab: Lab, code: Path) -> None:
+    (code / "start_training.sh").write_text("echo from the script\n")
+    cli("play", "launch", "lab-201", "--set", "name=scripted", cwd=code, code=0)
+    done = cli("watch", "--every", "0.2s", "--json", code=0)
+    assert json.loads(done.stdout.splitlines()[-1])["run_id"].startswith("scripted-")
+    assert "from the script" in cli("tail", "--no-follow", code=0).stdout
+
+
+def test_the_same_environment_everywhere_is_asked_for_before_a_run_on_several(
+    cli: Cli, code: Path
+) -> None:
+    book = code / "same.yaml"
+    book.write_text("steps:\n  - env: {fail_on: breaks}\n")
+    done = cli("play", "./same.yaml", "lab-200", "lab-201", cwd=code)
+    assert done.returncode in {0, 4}
+    assert "1/1 env" in done.stdout
+
+
+def test_discover_finds_what_the_inventory_lacks_and_adds_it_once(
+    cli: Cli, lab: Lab, tmp_path: Path
+) -> None:
+    import yaml
+
+    known = yaml.safe_load(lab.inventory.read_text())
+    known["containers"] = {}
+    folder = tmp_path / "inventory"
+    folder.mkdir()
+    (folder / "hosts.yaml").write_text(yaml.safe_dump(known))
+    cli.inventory = folder
+    assert "3 new" in cli("inventory", "discover", "lab", code=0).stderr
+    assert [p.name for p in folder.iterdir()] == ["hosts.yaml"]
+    cli("inventory", "discover", "lab", "--write", code=0)
+    listed = cli.json("inventory", "list")["containers"]
+    assert {entry["ct"] for entry in listed.values()} == {200, 201, 202}
+    written = (folder / "lab.yaml").read_text()
+    assert "3 known" in cli("inventory", "discover", "--write", code=0).stderr
+    assert (folder / "lab.yaml").read_text() == written

@@ -1,0 +1,146 @@
+"""Watching real runs: what is told, when, and what a lost link is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from laptop import Cli
+
+from orchestrator.lab.proxy import Proxy
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
+
+FAKE = Path(__file__).with_name("fake_run.py")
+
+
+@pytest.fixture
+def code(code: Path) -> Path:
+    shutil.copy(FAKE, code)
+    return code
+
+
+def launch(cli: Cli, code: Path, target: str, *words: object) -> str:
+    command = ("python3", "fake_run.py", *map(str, words))
+    return str(cli.json("launch", target, "--", *command, cwd=code)["run_id"])
+
+
+def watched(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_run_that_slows_down_is_told_with_numbers_and_finishing_is_good(
+    cli: Cli, code: Path
+) -> None:
+    run_id = launch(cli, code, "lab-201", 40, 0.1, 20)
+    told = watched(cli("watch", run_id, "--every", "0.2s", "--json", code=0))
+    slow = [event for event in told if event["event"] == "slow"]
+    assert len(slow) == 1
+    assert "4.6k tok/s, 77% below its recent best of 20.0k" in slow[0]["text"]
+    assert slow[0]["alarm"] is True
+    assert (told[-1]["state"], told[-1]["exit_code"], told[-1]["step"]) == ("finished", 0, 40)
+
+
+def test_a_failed_run_gives_exit_code_1_and_the_others_are_watched_on(cli: Cli, code: Path) -> None:
+    bad = launch(cli, code, "lab-201", 2, 0.1, 9, 3)
+    good = launch(cli, code, "lab-200", 20, 0.1)
+    told = watched(cli("watch", bad, good, "--every", "0.2s", "--json", code=1))
+    ends = {event["run_id"]: event["state"] for event in told}
+    assert ends == {bad: "failed", good: "finished"}
+
+
+class Receiver(HTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.bodies.append(json.loads(body))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_each_notice_is_posted_to_the_webhook(cli: Cli, code: Path, receiver: Receiver) -> None:
+    run_id = launch(cli, code, "lab-201", 3, 0.1)
+    url = f"http://127.0.0.1:{receiver.server_port}/hook"
+    told = watched(cli("watch", run_id, "--every", "0.2s", "--webhook", url, "--json", code=0))
+    assert receiver.bodies == told
+    assert receiver.bodies[-1]["state"] == "finished"
+
+
+def test_a_lost_link_is_unreachable_never_failed_and_the_end_is_heard_all_the_same(
+    cli: Cli, code: Path, proxied: Proxy
+) -> None:
+    run_id = launch(cli, code, "lab-201", 60, 0.1)
+    process = cli.start("watch", run_id, "--every", "0.2s", "--json")
+    assert process.stdout
+    told = [json.loads(process.stdout.readline())]
+    proxied.refuse()
+    proxied.cut()
+    told.append(json.loads(process.stdout.readline()))
+    proxied.refuse(False)
+    told += [json.loads(line) for line in process.stdout]
+    assert process.wait(timeout=60) == 0
+    assert [event["state"] for event in told[:2]] == ["training", "unreachable"]
+    assert told[2]["event"] == "reachable"
+    assert told[-1]["state"] == "finished"
+
+
+def test_a_host_that_was_never_reached_is_exit_code_3(cli: Cli, code: Path, proxied: Proxy) -> None:
+    run_id = launch(cli, code, "lab-201", 1, 0)
+    proxied.refuse()
+    cli("watch", run_id, "--json", code=3)
+
+
+def test_silence_is_a_stall_where_a_limit_says_so(cli: Cli, code: Path) -> None:
+    run_id = launch(cli, code, "lab-201", 2, 4)
+    told = watched(cli("watch", run_id, "--every", "0.2s", "--stall", "1s", "--json", code=0))
+    stalls = [event for event in told if event["event"] == "stalled"]
+    assert stalls and stalls[0]["alarm"] is True
+    assert told[-1]["state"] == "finished"
+
+
+def test_top_into_a_pipe_is_one_frame_of_every_container(cli: Cli, code: Path) -> None:
+    launch(cli, code, "lab-201", 100, 0.2)
+    lines = cli("top", code=0).stdout.splitlines()
+    assert "1 training" in lines[0]
+    rows = {line.split()[1]: line.split()[2] for line in lines[3:] if line}
+    assert rows["lab-201"] == "training"
+    assert rows["lab-202"] == "off"
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_report_is_one_page_with_the_runs_curves_and_environment(
+    cli: Cli, code: Path, tmp_path: Path
+) -> None:
+    run_id = launch(cli, code, "lab-201", 5, 0.05)
+    cli("watch", run_id, "--every", "0.2s", code=0)
+    made = cli.json("report", run_id, "-o", tmp_path / "out" / "page.html")
+    page = (tmp_path / "out" / "page.html").read_text()
+    assert made["steps"] == 5
+    assert run_id in page and "<svg" in page and "environment.python" in page
