@@ -103,8 +103,8 @@ class Wait(Action):
 class Diag(Action):
     """Say what is wrong with the run."""
 
-    bundle: Text = None
-    """A file on this machine for the evidence, secrets removed."""
+    save: Text = None
+    """A file on this machine for the findings, as JSON."""
     fail_on: Literal["fatal", "warning", "never"] = "fatal"
     run: Text = None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,9 @@ from orchestrator import preflight, snapshot, transfer
 from orchestrator import release as releases
 from orchestrator.alarm import DROP
 from orchestrator.channel import AgentChannel
+from orchestrator.collect import collect
+from orchestrator.diag import Evidence, Report, diagnose
+from orchestrator.diag.finding import ORDER as WEIGHTS
 from orchestrator.environment import remote
 from orchestrator.environment.compare import ORDER, Difference, compare, faults
 from orchestrator.environment.lock import Environment, read_lock
@@ -26,7 +31,8 @@ from orchestrator.playbook.runner import Done, Perform
 from orchestrator.release import Push, Release
 from orchestrator.run import RunRef, new_run_id
 from orchestrator.target import Target
-from orchestrator.watch import Report, Watch
+from orchestrator.watch import Report as Seen
+from orchestrator.watch import Watch
 from trainer.telemetry import duration
 
 POLL_S = 2.0
@@ -65,6 +71,7 @@ class Stage:
             "warmup": self.warmup,
             "launch": self.launch,
             "wait": self.wait,
+            "diag": self.diag,
             "pull": self.pull,
         }
 
@@ -83,8 +90,10 @@ class Stage:
             warned += [check for check in checks if not check.ok]
             for check in warned:
                 self.notice(f"{target.name}: {check.text} (next: {check.next_step})")
-        warnings = f", {len(warned)} warnings" if warned else ""
-        return Done(f"{total} checks{warnings}", {"checks": total, "warnings": len(warned)})
+        warnings = f", {_count(len(warned), 'warning')}" if warned else ""
+        return Done(
+            f"{_count(total, 'check')}{warnings}", {"checks": total, "warnings": len(warned)}
+        )
 
     def env(self, action: actions.Env) -> Done:
         found = {t.name: remote.collect(channel, t) for t, channel in self._each()}
@@ -103,7 +112,8 @@ class Stage:
         self._judge(differences, action.fail_on)
         count = sum(len(some) for some in differences.values())
         data = {name: [d.as_dict() for d in some] for name, some in differences.items()}
-        return Done(f"{count} differences" if count else "as it should be", {"differences": data})
+        said = _count(count, "difference") if count else "as it should be"
+        return Done(said, {"differences": data})
 
     def _sync(self, lock: Environment, found: dict[str, Environment]) -> dict[str, Environment]:
         for target, channel in self._each():
@@ -148,7 +158,8 @@ class Stage:
                 request.result()
             self.pushed[target.name] = str(commit.result()["path"])
         return Done(
-            f"{release.id}, {release.files} files", {"release": release.id, "files": release.files}
+            f"{release.id}, {_count(release.files, 'file')}",
+            {"release": release.id, "files": release.files},
         )
 
     def exec(self, action: actions.Exec) -> Done:
@@ -250,6 +261,27 @@ class Stage:
         states = [report.watched.state for report in watch.reports]
         return Done(", ".join(states), {"states": states})
 
+    def diag(self, action: actions.Diag) -> Done:
+        reports = {}
+        for ref in self._runs(action.run):
+            with tempfile.TemporaryDirectory(prefix="dflashctl-") as folder:
+                found = collect(self.fleet, ref, Path(folder) / "train.log")
+                report = diagnose(Evidence.from_log(found.log, found.probes))
+            if found.error is not None and report.healthy:
+                raise found.error
+            reports[ref.run_id or ref.target.name] = report
+            for finding in report.findings:
+                self.notice(f"{finding.severity}: {finding.code}: {finding.title}")
+            _refuse_findings(report, ref, action.fail_on)
+        data = {name: report.as_dict() for name, report in reports.items()}
+        if action.save:
+            path = Path(action.save).expanduser()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(data, indent=2), encoding="utf-8")
+        count = sum(len(report.findings) for report in reports.values())
+        said = _count(count, "finding") if count else "nothing is wrong"
+        return Done(said, {"reports": data})
+
     def pull(self, action: actions.Pull) -> Done:
         files = size = 0
         refs = self._runs(action.run)
@@ -273,7 +305,8 @@ class Stage:
             )
             files, size = files + pulled.files, size + pulled.bytes
         return Done(
-            f"{files} files into {action.to}", {"files": files, "bytes": size, "to": action.to}
+            f"{_count(files, 'file')} into {action.to}",
+            {"files": files, "bytes": size, "to": action.to},
         )
 
     # Shared
@@ -306,11 +339,11 @@ class Stage:
         return known
 
 
-def _trains(report: Report) -> bool:
+def _trains(report: Seen) -> bool:
     return report.watched.state in {"training", "finished"}
 
 
-def _refuse_bad_end(report: Report) -> None:
+def _refuse_bad_end(report: Seen) -> None:
     """:raises RunFailed: the run failed, or somebody stopped it."""
     summary = report.watched.summary
     if summary is None or not report.watched.is_over or summary.state == "finished":
@@ -323,6 +356,18 @@ def _refuse_bad_end(report: Report) -> None:
     )
 
 
+def _refuse_findings(report: Report, ref: RunRef, fail_on: str) -> None:
+    """:raises RunFailed: a finding as heavy as ``fail_on``, the root cause first."""
+    limit = {"fatal": 0, "warning": 1}.get(fail_on, -1)
+    for finding in report.findings:
+        if WEIGHTS[finding.severity] <= limit:
+            raise RunFailed(
+                f"{finding.code}: {finding.title}",
+                next_step=finding.remedy.splitlines()[0] if finding.remedy else "",
+                **_place(ref),
+            )
+
+
 def _place(ref: RunRef) -> dict[str, Any]:
     return {"host": ref.target.host.name, "ct": ref.target.ct, "run_id": ref.run_id}
 
@@ -333,6 +378,10 @@ def _ending(answer: Mapping[str, Any]) -> str:
     if answer.get("signal"):
         return f"was ended by signal {answer['signal']}"
     return f"ended with exit code {answer['exit_code']}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _plain(name: str) -> str:

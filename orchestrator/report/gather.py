@@ -1,4 +1,4 @@
-"""From a live run to what the page shows, in three requests at once."""
+"""From a live run to what the page shows."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_what_the_inventory_has_is_left_as_it_is_and_the_gone_are_named(tmp_path
     )
     assert (found.host, found.settings, found.known, found.gone) == (
         "pve1",
-        {},
+        None,
         ("mine",),
         ("old",),
     )
