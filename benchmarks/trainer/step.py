@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from trainer.data.batch import Batch
 from trainer.drafter.config import FULL, DrafterConfig
-from trainer.drafter.mask import MaskBuilder, tile_lists
+from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter
 from trainer.head_loss import fast_head_loss
 from trainer.kernels.adamw import adamw_, adamw_factors
@@ -117,7 +117,12 @@ def make_inputs(device: torch.device) -> Inputs:
         embedding=normal(CONFIG.vocab_size, CONFIG.hidden_size, deviation=0.02),
         head=normal(CONFIG.vocab_size, CONFIG.hidden_size, deviation=0.02),
     )
+    batch = batch.pin_memory()
     return Inputs(batch, normal(ROWS, LENGTH, CONFIG.feature_size), frozen, weights)
+
+
+def compiled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 # -- ours -----------------------------------------------------------------------------------------
@@ -130,13 +135,12 @@ class Ours:
             drafter = Drafter(CONFIG)
         drafter.load_state_dict(inputs.weights, assign=True)
         self.parameters = [p.requires_grad_() for p in drafter.parameters()]
-        list_tiles = torch.compile(tile_lists, fullgraph=True, dynamic=False)
         self.loss = DrafterLoss(
             drafter,
             inputs.frozen,
             ObjectiveConfig(),
-            MaskBuilder(CONFIG.block_size, full=True, window=None, list_tiles=list_tiles),
-            forward=torch.compile(drafter.forward, fullgraph=True, dynamic=False),
+            masks_for(CONFIG, device, compiled),
+            forward=compiled(drafter.forward, "drafter"),
             head_loss=fast_head_loss(device),
         )
         self.inputs = inputs
@@ -227,7 +231,10 @@ class SpecForge:
             "target_layer_ids": list(c.target_layer_ids),
         }
         device = inputs.features.device
-        model = DFlashDraftModel(config).to(device, torch.bfloat16)
+        model = DFlashDraftModel(config).to(device)
+        # Not ``.to(bfloat16)``: that would round the buffer of RoPE frequencies too.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
         model.load_state_dict(inputs.weights)
         model.train()
         head = torch.nn.Linear(1, 1, bias=False)

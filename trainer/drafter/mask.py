@@ -18,11 +18,14 @@ b = rows, S = context length, N = blocks a row, B = block size, Q = N·B queries
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+
+from trainer.drafter.config import FULL, SLIDING, DrafterConfig
 
 TILE = 128
 """Queries and keys of one tile of flex_attention (its kernels' own default)."""
@@ -258,6 +261,38 @@ class MaskBuilder:
             full=one(None) if self.full else None,
             sliding=one(self.window) if self.window is not None else None,
         )
+
+
+def masks_for(
+    config: DrafterConfig, device: torch.device, compile_: Callable[..., Any] | None
+) -> MaskBuilder:
+    """The best masks for a drafter on a device: dense on a CPU (and where nothing is compiled), our
+    kernels' on a GPU if they take the shape, else flex_attention's.
+
+    ``compile_``: (function, name) → the function, compiled.
+    """
+    types = set(config.layer_types)
+    kinds: dict[str, Any] = {
+        "full": FULL in types,
+        "window": config.sliding_window if SLIDING in types else None,
+    }
+    if device.type != "cuda" or compile_ is None:
+        return MaskBuilder(config.block_size, **kinds)
+    if not kernels_take(config):
+        return MaskBuilder(config.block_size, **kinds, list_tiles=compile_(tile_lists, "mask"))
+    from trainer.kernels.operators import KEY_GRADIENT_TILE, key_slots
+
+    slots = key_slots(config.num_heads, config.num_kv_heads)
+    sized = partial(key_ranges, slots=slots, keys=KEY_GRADIENT_TILE)
+    ranges = compile_(lambda seen, length: sized(seen, length), "mask")
+    return MaskBuilder(config.block_size, **kinds, list_ranges=ranges)
+
+
+def kernels_take(config: DrafterConfig) -> bool:
+    """Whether our attention kernels can serve this shape: whole blocks in every query tile."""
+    group = config.num_heads // config.num_kv_heads
+    slots = 128 // (1 << (group - 1).bit_length())
+    return config.head_dim in (64, 128) and slots >= 16 and slots % config.block_size == 0
 
 
 def decoding_mask(context: int, slots: int, window: int | None, device: torch.device) -> Tensor:
