@@ -24,7 +24,8 @@ STARTING_S = 120.0
 """Between a lease and the first process of its run lie a push and a start."""
 
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,79}")
-_SUPERVISE = re.compile(rb"\0supervise\0[^\0]*/runs/([A-Za-z0-9_-]+)\0")
+# From the start of the command line: a tmux server keeps for ever the words of the first session.
+_SUPERVISE = re.compile(rb"[^\0]+\0-I\0-S\0[^\0]+\0supervise\0[^\0]*/runs/([A-Za-z0-9_-]+)\0")
 
 
 def acquire(request: Request) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def living_runs() -> set[str]:
                 found.add(text[at + len(prefix) :].split(b"\0", 1)[0].decode("utf-8", "replace"))
             # Between two attempts of a run only its supervisor lives.
             with open(f"/proc/{name}/cmdline", "rb") as file:
-                supervised = _SUPERVISE.search(file.read(8192))
+                supervised = _SUPERVISE.match(file.read(8192))
             if supervised:
                 found.add(supervised[1].decode())
     return found

@@ -6,6 +6,7 @@ its exit record and the last lines of the trainer's telemetry are all there is.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -110,86 +111,101 @@ def state_of(paths: RunPaths) -> str:
     return str(summary(paths, lines=0)["state"])
 
 
+class Folder:
+    """All that a run's folder says, read once."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self.record = read_record(paths.record) or {}
+        self.supervisor = read_record(paths.supervisor)
+        self.ending = read_record(paths.exit)
+        self.beat = read_record(paths.heartbeat) or {}
+        self.steps = _records(paths.metrics)
+        self.step = self.steps[-1] if self.steps else {}
+        self.event = (_records(paths.events) or [{}])[-1]
+        self.now = time.time()
+        self.rebooted = self.record.get("boot_id") not in (None, boot_id())
+        self.alive = self.supervisor is not None and self.ending is None and _lives(self.supervisor)
+
+    def state(self) -> tuple[str, str | None]:
+        """The state before stalls are looked for, and why it is so where that needs words."""
+        if self.ending is not None:
+            reason = str(self.ending.get("reason"))
+            return reason, self.ending.get("error") or reason
+        if self.rebooted:
+            return "failed", "the container was rebooted under the run"
+        if self.supervisor is None:
+            if self.now - self.record.get("created", 0.0) < STARTING_S:
+                return "starting", None
+            return "failed", "it never started"
+        if self.alive:
+            return self._phase(), None
+        child = self.supervisor.get("child")
+        if child and process.alive(child["pid"], child["start"] or -1):
+            return self._phase(), "the supervisor is gone, the command runs on"
+        return "failed", "the supervisor was killed and left no record"
+
+    def _phase(self) -> str:
+        """Of this attempt: a run that was restarted compiles again."""
+        begun = (self.supervisor or {}).get("attempt_started") or 0.0
+        spoken = _time(self.event) >= begun and self.event.get("event")
+        stepped = bool(self.step) and _time(self.step) >= begun
+        if spoken in _COMPILING and not (stepped and _time(self.step) >= _time(self.event)):
+            return "compiling"
+        if stepped or spoken:
+            return "training"
+        return "training" if _size(self.paths.log) else "starting"
+
+    def idle(self) -> float | None:
+        """Seconds since the last line of any kind, by the container's clock."""
+        newest = 0.0
+        for path in (self.paths.log, self.paths.metrics, self.paths.events):
+            with contextlib.suppress(OSError):
+                newest = max(newest, os.stat(path).st_mtime)
+        return round(max(0.0, self.now - newest), 1) if newest else None
+
+
 def summary(paths: RunPaths, *, lines: int, stall_s: float | None = None) -> dict[str, Any]:
     """The fields of the contract; null where nothing is known (yet)."""
-    record = read_record(paths.record) or {}
-    supervisor = read_record(paths.supervisor)
-    ending = read_record(paths.exit)
-    beat = read_record(paths.heartbeat) or {}
-    steps = _records(paths.metrics)
-    events = _records(paths.events)
-    step = steps[-1] if steps else {}
-    event = events[-1] if events else {}
-    now = time.time()
-    alive = supervisor is not None and ending is None and _lives(supervisor)
-    rebooted = record.get("boot_id") not in (None, boot_id())
-    idle = _idle(paths, now)
-    state, reason = _state(paths, record, supervisor, ending, alive, rebooted, event, step, now)
-    patience = stall_s if stall_s is not None else _patience(state, steps)
-    if alive and state in ("compiling", "training") and idle is not None and idle > patience:
+    run = Folder(paths)
+    supervisor, ending = run.supervisor or {}, run.ending or {}
+    state, reason = run.state()
+    idle = run.idle()
+    patience = stall_s if stall_s is not None else _patience(state, run.steps)
+    if run.alive and state in ("compiling", "training") and idle is not None and idle > patience:
         state = "stalled"
     return {
         "run_id": paths.run_id,
-        **{key: record.get(key) for key in _RECORD_FIELDS},
-        **{key: step.get(key) for key in _STEP_FIELDS},
-        "host": record.get("hostname"),
+        **{key: run.record.get(key) for key in _RECORD_FIELDS},
+        **{key: run.step.get(key) for key in _STEP_FIELDS},
+        "host": run.record.get("hostname"),
         "state": state,
         "reason": reason,
-        "stopping": ending is None and os.path.exists(paths.stop),
-        "started": (supervisor or {}).get("started"),
-        "ended": (ending or {}).get("ended"),
-        "exit_code": (ending or {}).get("exit_code"),
-        "signal": (ending or {}).get("signal"),
-        "attempt": (supervisor or {}).get("attempt"),
-        "attempts": (ending or {}).get("attempts"),
-        "phase": event.get("event"),
-        "metrics_time": step.get("time"),
-        "alive": alive,
-        "rebooted": rebooted,
-        "boot_id": record.get("boot_id"),
+        "stopping": run.ending is None and os.path.exists(paths.stop),
+        "started": supervisor.get("started"),
+        "ended": ending.get("ended"),
+        "exit_code": ending.get("exit_code"),
+        "signal": ending.get("signal"),
+        "attempt": supervisor.get("attempt"),
+        "attempts": ending.get("attempts"),
+        "phase": run.event.get("event"),
+        "metrics_time": run.step.get("time"),
+        "alive": run.alive,
+        "rebooted": run.rebooted,
+        "boot_id": run.record.get("boot_id"),
         "idle_s": idle,
         "stall_after_s": patience,
         "log_bytes": _size(paths.log),
-        "lost_bytes": (ending or beat).get("lost_bytes", 0),
-        "heartbeat_s": round(now - beat["time"], 1) if "time" in beat else None,
+        "lost_bytes": (run.ending or run.beat).get("lost_bytes", 0),
+        "heartbeat_s": round(run.now - run.beat["time"], 1) if "time" in run.beat else None,
         "last_lines": tail_lines(paths.log, lines) if lines else [],
         "run_dir": paths.root,
     }
 
 
-def _state(
-    paths: RunPaths,
-    record: dict[str, Any],
-    supervisor: dict[str, Any] | None,
-    ending: dict[str, Any] | None,
-    alive: bool,
-    rebooted: bool,
-    event: dict[str, Any],
-    step: dict[str, Any],
-    now: float,
-) -> tuple[str, str | None]:
-    if ending is not None:
-        return str(ending["reason"]), ending.get("error") or ending["reason"]
-    if rebooted:
-        return "failed", "the container was rebooted under the run"
-    if supervisor is None:
-        if now - record.get("created", 0.0) < STARTING_S:
-            return "starting", None
-        return "failed", "it never started"
-    child = supervisor.get("child")
-    orphaned = not alive and child and process.alive(child["pid"], child["start"] or -1)
-    if not alive and not orphaned:
-        return "failed", "the supervisor was killed and left no record"
-    reason = "the supervisor is gone, the command runs on" if orphaned else None
-    # Of an earlier attempt: a run that was restarted compiles again.
-    begun = supervisor.get("attempt_started") or 0.0
-    stepped = step.get("time", 0.0) >= begun
-    compiling = event.get("time", 0.0) >= begun and event.get("event") in _COMPILING
-    if compiling and not (stepped and step["time"] >= event["time"]):
-        return "compiling", reason
-    if stepped or event:
-        return "training", reason
-    return ("training" if _size(paths.log) else "starting"), reason
+def _time(line: dict[str, Any]) -> float:
+    found = line.get("time")
+    return float(found) if isinstance(found, (int, float)) else 0.0
 
 
 def _lives(supervisor: dict[str, Any]) -> bool:
@@ -205,17 +221,6 @@ def _patience(state: str, steps: list[dict[str, Any]]) -> float:
     if not gaps:
         return STALL_AT_LEAST_S
     return max(STALL_AT_LEAST_S, STALL_STEPS * gaps[len(gaps) // 2])
-
-
-def _idle(paths: RunPaths, now: float) -> float | None:
-    """Seconds since the last line of any kind, by the container's clock."""
-    newest = None
-    for path in (paths.log, paths.metrics, paths.events):
-        try:
-            newest = max(newest or 0.0, os.stat(path).st_mtime)
-        except OSError:
-            continue
-    return None if newest is None else round(max(0.0, now - newest), 1)
 
 
 def _records(path: str) -> list[dict[str, Any]]:

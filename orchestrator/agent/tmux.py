@@ -53,16 +53,24 @@ def new_session(name: str, command: Sequence[str], environment: Mapping[str, str
         if not key.startswith("LD_") and size < _ENVIRONMENT_BYTES:
             given += ["-e", _literal(f"{key}={value}")]
     window = f"={name}:"
+    _start_server()
     answer = run(
         *("-u", "new-session", "-d", "-s", name, "-x", str(_WIDTH), "-y", str(_HEIGHT)),
         *given,
         *("--", *(_literal(word) for word in command), ";"),
         *("set-option", "-w", "-t", window, "remain-on-exit", "on", ";"),
-        *("set-option", "-w", "-t", window, "history-limit", "50000"),
+        *("set-option", "-g", "exit-empty", "on"),
     )
     text = "\n".join(answer.stderr)
     if answer.returncode != 0 and "duplicate session" not in text:
         raise AgentError("tmux.failed", f"tmux could not start the session: {text}", stderr=text)
+
+
+def _start_server() -> None:
+    """The server keeps the words it was started with for as long as it lives, in ``ps`` for all:
+    a ``new-session`` would leave the run's variables there."""
+    if not os.path.exists(socket_path()):
+        run("-u", "start-server", ";", "set-option", "-g", "exit-empty", "off")
 
 
 def _literal(word: str) -> str:

@@ -146,7 +146,7 @@ def test_without_a_utf8_locale_the_run_gets_one(runs: Any) -> None:
 
 def test_secrets_reach_the_command_and_nothing_else(runs: Any) -> None:
     code = "import os, time; print(len(os.environ['HF_TOKEN']), flush=True); time.sleep(60)"
-    run = runs.python(code, secrets={"HF_TOKEN": "hunter2-secret"})
+    run = runs.python(code, secrets={"HF_TOKEN": "hunter2-secret"}, env={"PLAIN": "seen-by-all"})
     runs.says(run, "14")
     folder = Path(run["run_dir"])
     for path in folder.rglob("*"):
@@ -155,6 +155,8 @@ def test_secrets_reach_the_command_and_nothing_else(runs: Any) -> None:
             assert path.stat().st_mode & 0o077 == 0 or path.name == "train.log.index"
     lines = [Path(f"/proc/{pid}/cmdline") for pid in table()]
     assert not any(b"hunter2" in line.read_bytes() for line in lines if line.exists())
+    # Nor does the tmux server show for ever what it was first started with.
+    assert not any(b"seen-by-all" in line.read_bytes() for line in lines if line.exists())
     assert "hunter2" not in runs.tmux("show-environment", "-t", run["session"])
     record = json.loads((folder / "run.json").read_text())
     assert record["secret_names"] == ["HF_TOKEN"]
