@@ -59,7 +59,7 @@ def make(hierarchies: Hierarchies) -> bool:
     for group in hierarchies.groups:
         # Two containers that start at once race for these in LXC ("Numerical result out of range").
         for name in ("lxc", "lxc.monitor"):
-            (group / name).mkdir()
+            (group / name).mkdir(exist_ok=True)
     if hierarchies.version == 1:
         return any((group / "memory.limit_in_bytes").exists() for group in hierarchies.groups)
     group = hierarchies.groups[0]
@@ -123,34 +123,31 @@ def thaw(groups: Iterable[Path]) -> None:
                     continue
 
 
-def kill(groups: Iterable[Path]) -> set[int]:
-    """End every member by SIGKILL; returns those that would not go within 5 s."""
+def end(groups: Iterable[Path]) -> set[int]:
+    """Kill every member and remove the groups; returns those that would not go within 5 s.
+
+    Both in one loop: a `pct start` that was under way when its `lab up` was killed may join after
+    the first look.
+    """
     groups = list(groups)
     until = time.monotonic() + PATIENCE_S
-    left = members(groups)
-    while left and time.monotonic() < until:
-        thaw(groups)
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.005)
+    while True:
         left = members(groups)
-    return left
-
-
-def remove(groups: Iterable[Path]) -> None:
-    """Remove the groups; the kernel needs a moment after the last process has gone."""
-    until = time.monotonic() + PATIENCE_S
-    for group in groups:
-        while group.exists():
+        if left:
+            thaw(groups)
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        for group in groups:
             for folder in _tree(group):
                 try:
                     folder.rmdir()
                 except OSError:
-                    continue
-            if group.exists():
-                if time.monotonic() > until:
-                    return
-                time.sleep(0.005)
+                    continue  # the kernel needs a moment after the last process has gone
+        if not any(group.exists() for group in groups):
+            return set()
+        if time.monotonic() > until:
+            return left
+        time.sleep(0.005)

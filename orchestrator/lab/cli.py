@@ -72,7 +72,7 @@ def up(
         root,
         port=port,
         containers=parse_containers(containers),
-        backend=choose_backend(backend),
+        backend=choose_backend(backend) if backend else None,
         pct_delay=pct_delay,
     )
     show(lab.up(say), as_json)

@@ -22,10 +22,14 @@ from orchestrator.lab import cgroups, files, network, render, requirements
 from orchestrator.lab.faults import PCT_DELAY
 from orchestrator.lab.layout import PROGRAMS, Layout
 from orchestrator.lab.processes import Process, boot_id, children, listener
-from orchestrator.lab.spec import LabSpec
+from orchestrator.lab.spec import Backend, LabSpec
 
 START_LIMIT_S = 20.0
 CLEAN_ENV = {"PATH": requirements.SYSTEM_PATH}
+
+
+class ContainerStartFailed(RefusedError):
+    """``pct start`` failed while the lab came up."""
 
 
 class Lab:
@@ -43,7 +47,8 @@ class Lab:
         Raises RefusedError when something is missing, the port is taken, or a start fails (then
         nothing is left behind). Returns ``status()``.
         """
-        backend = requirements.choose_backend(self.spec.backend)
+        asked = self.spec.backend or os.environ.get("DFLASHCTL_LAB_BACKEND")
+        backend = requirements.choose_backend(asked)
         requirements.check(backend)
         with self._locked():
             if self.sshd is not None:
@@ -56,13 +61,23 @@ class Lab:
                     next_step="choose another with --port, or end that program",
                 )
             try:
-                self._start(backend, progress)
-            except BaseException:
-                self._clean()
-                raise
+                self._start_or_clean(backend, progress)
+            except ContainerStartFailed as error:
+                if asked or backend != "lxc":
+                    raise
+                # Installed is not working: some kernels and outer containers refuse LXC.
+                progress(f"lxc does not work here ({error.what}); trying unshare")
+                self._start_or_clean("unshare", progress)
             return self.status()
 
-    def _start(self, backend: str, progress: Callable[[str], None]) -> None:
+    def _start_or_clean(self, backend: Backend, progress: Callable[[str], None]) -> None:
+        try:
+            self._start(backend, progress)
+        except BaseException:
+            self._clean()
+            raise
+
+    def _start(self, backend: Backend, progress: Callable[[str], None]) -> None:
         layout, spec = self.layout, self.spec
         layout.root.mkdir(parents=True, mode=0o700)
         groups = cgroups.find(layout.cgroup)
@@ -82,7 +97,7 @@ class Lab:
         }
         progress(f"host {spec.node}: sshd on 127.0.0.1:{spec.port}")
         files.make_keys(layout, spec.port)
-        files.make_host(layout, spec, requirements.choose_backend(backend), groups)
+        files.make_host(layout, spec, backend, groups)
         private = files.private_paths(layout, spec)
         for ct in spec.containers:
             files.make_container(
@@ -121,14 +136,13 @@ class Lab:
         groups = [Path(group) for group in state.get("cgroups", [])]
         if not groups:
             groups = cgroups.leftovers(layout.cgroup)
-        stubborn = cgroups.kill(groups)
+        stubborn = cgroups.end(groups)
         if stubborn:
             raise RefusedError(
                 f"processes of the lab do not end: {sorted(stubborn)}",
                 next_step="look at them with ps (state D: a hung device), then try again",
             )
         self._reap(state)
-        cgroups.remove(groups)
         network.remove_bridge(layout.bridge)
         Path(state.get("inventory", self.inventory)).unlink(missing_ok=True)
         found = layout.root.exists()
@@ -139,7 +153,8 @@ class Lab:
     def _remove_root(self) -> None:
         """Only a folder that is a lab's, and never across a mount."""
         root = self.layout.root
-        if any(root.iterdir()) and not self.layout.state.exists():
+        found = {path.name for path in root.iterdir()}
+        if found - {self.layout.state_beside.name} and not self.layout.state.exists():
             raise UsageError(
                 f"{root} is not empty and is no lab of ours",
                 next_step="remove it by hand, or choose another folder with DFLASHCTL_LAB_ROOT",
@@ -230,7 +245,9 @@ class Lab:
                 for _, other in running:
                     other.communicate()
                 detail = out.strip() or f"exit code {child.returncode}"
-                raise RefusedError(f"container {vmid} did not start: {detail}", host="lab", ct=vmid)
+                raise ContainerStartFailed(
+                    f"container {vmid} did not start: {detail}", host="lab", ct=vmid
+                )
 
     def _write_inventory(self) -> None:
         data = render.inventory(self.layout, self.spec)
@@ -247,12 +264,16 @@ class Lab:
         """The state file; empty if there is none or it was cut off by a crash."""
         try:
             data = json.loads(self.layout.state.read_text())
-        except (FileNotFoundError, PermissionError, json.JSONDecodeError):
+        except (FileNotFoundError, json.JSONDecodeError):
             return {}
+        except PermissionError:
+            raise RefusedError(
+                "the lab's state is readable by root only", next_step="run it again with sudo"
+            ) from None
         return data if isinstance(data, dict) else {}
 
     def _write_state(self, state: dict[str, Any]) -> None:
-        beside = self.layout.state.with_suffix(".new")
+        beside = self.layout.state_beside
         beside.write_text(json.dumps(state, indent=1))
         beside.replace(self.layout.state)
 

@@ -37,6 +37,11 @@ class Layout:
         return self.root / "lab.json"
 
     @property
+    def state_beside(self) -> Path:
+        """Renamed to ``state`` when it is written."""
+        return self.root / "lab.json.new"
+
+    @property
     def ssh(self) -> Path:
         return self.root / "ssh"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import yaml
 from laptop import Cli
 
 from orchestrator.lab import Container, Lab, LabSpec
+from orchestrator.lab.processes import Process
 from orchestrator.lab.proxy import Proxy
 from orchestrator.lab.requirements import missing, reason_to_skip
 from orchestrator.lab.spec import DEFAULT_CONTAINERS
@@ -28,6 +29,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def own_start() -> int:
+    own = Process.of(os.getpid())
+    assert own is not None
+    return own.start
+
+
+def remove_orphans(base: Path) -> None:
+    """Labs of test sessions that were killed: the folder names the session's process."""
+    for folder in base.glob("dfl-*-*"):
+        _, pid, start = folder.name.split("-")
+        if not Process(int(pid), int(start)).alive:
+            for root in folder.iterdir():
+                if root.suffix != ".lock":
+                    Lab(LabSpec(root=root)).down()
+            shutil.rmtree(folder)
+
+
 @pytest.fixture(scope="session")
 def make_lab() -> Iterator[MakeLab]:
     """``make_lab(containers, **LabSpec fields) -> Lab``, not yet up.
@@ -40,7 +58,9 @@ def make_lab() -> Iterator[MakeLab]:
         pytest.skip(reason)
     base = Path(os.environ.get("DFLASHCTL_LAB_ROOT", "/var/tmp"))
     base.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="dfl-", dir=base))
+    remove_orphans(base)
+    folder = base / f"dfl-{os.getpid()}-{own_start()}"
+    folder.mkdir()
     numbers = itertools.count()
     labs: list[Lab] = []
 
@@ -57,7 +77,7 @@ def make_lab() -> Iterator[MakeLab]:
     yield make
     for lab in labs:
         lab.down()
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -24,15 +24,15 @@ def inside(lab: Lab, vmid: int, script: str) -> str:
 
 
 @pytest.fixture(scope="module", params=["lxc", "unshare"])
-def odd_lab(request: pytest.FixtureRequest, make_lab: MakeLab) -> Lab:
+def odd_lab(
+    request: pytest.FixtureRequest, make_lab: MakeLab, tmp_path_factory: pytest.TempPathFactory
+) -> Lab:
     """210 is small; 211 has python3-minimal; 212 has no tmux; 213 the shared interpreter."""
     if packages := missing(request.param):
         pytest.skip(f"the {request.param} backend needs {', '.join(packages)}")
-    shared = Path("/var/tmp/dfl-shared-python")
-    (shared / "bin").mkdir(parents=True, exist_ok=True)
-    python = shared / "bin" / "python"
-    python.unlink(missing_ok=True)
-    python.symlink_to("/usr/bin/python3")
+    shared = tmp_path_factory.mktemp("shared")
+    (shared / "bin").mkdir()
+    (shared / "bin" / "python").symlink_to("/usr/bin/python3")
     (shared / "pyvenv.cfg").write_text("home = /usr/bin\n")
     lab = make_lab(
         (
