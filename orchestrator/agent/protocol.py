@@ -87,11 +87,14 @@ manifest's sha256, with ``-2``, ``-3`` … appended when a job altered the tree 
     the other, as input → {"stored": n, "bytes"}. Each is verified; the good ones stay if the push
     is cut, so a retry sends only the rest. Independent of begin: usable on any channel.
 ``release.commit`` {"begin": id of the begin on this channel, "meta": {any}} → {"release": id,
-    "path", "existing": bool, "files", "bytes"}. Copies, verifies, fsyncs, one rename.
+    "path", "existing": bool, "files", "bytes"}. Builds beside, verifies, syncs, one rename. With
+    ``release.missing`` (blobs were pruned meanwhile, or a job had damaged one) send those indices
+    and commit again. ``release`` may differ from begin's: ``-2`` when a job altered the first tree.
 ``release.list`` {} → {"releases": [{"release", "created", "files", "bytes", "manifest", "meta",
-"runs": [run ids]}]}
-``release.prune`` {"keep": n = 5} → {"removed": [ids], "blobs": n, "bytes"}. Never one that a live
-    run uses, nor one of the newest ``keep``.
+    "runs": [run ids]}]}
+``release.prune`` {"keep": n = 5} → {"removed": [ids], "kept": [{"release", "why", …}], "blobs": n,
+    "bytes"}. Never one that a live run uses, nor one of the newest ``keep``, nor one into which a
+    job wrote files of its own (its results).
 ``release.manifest`` {"release"} → frames with payload → {"release", "bytes"}
 
 Runs
@@ -102,23 +105,25 @@ Runs
     "gpus": [], "meta": {} (kept in run.json as it is: who, git, environment, predecessor …),
     "log_link"?, "restart": {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60,
     "log_bytes": 268435456, "log_files": 8, "force": false} + payload: the dirty diff → {"run_id",
-    "state", "already": bool, "session", "run_dir", "log", "release", "supervisor": {pid, start,
-    boot_id, child, …}, "attach": [argv]} The same run id again gives the same answer with already
-    true, never a second process. Refused with ``run.busy`` while another run lives here with the
-    same name or one of the same GPUs, unless ``force``.
+    "state", "already": bool, "session", "run_dir", "log", "log_link_moved": path|null (a plain file
+    that stood at ``log_link``, moved aside), "release", "supervisor": {pid, start, boot_id, child,
+    …}, "attach": [argv]} The same run id again gives the same answer with already true, never a
+    second process. Refused with ``run.busy`` while another run lives here with the same name or one
+    of the same GPUs, unless ``force``.
 ``run.list`` {"limit"?: n, "live"?: bool, "lines"?: 0} → {"runs": [summary, newest first], "time"}
 ``run.status`` {"run_id"? (default the newest), "lines": 10, "stall_s"?: s} → summary + {"record":
-    run.json, "exit": exit.json|null, "processes": [{pid, ppid, command, state, rss_mb}]} Summary:
-    run_id, name, state (starting compiling training stalled finished failed stopped), reason,
-    stopping, created, started, ended, exit_code, signal, attempt, attempts, step, steps, loss, tau,
-    tokens_per_s, eta_s, epoch, phase (last event), gpus, command, release, who, host (container's),
-    session, alive (supervisor), rebooted, boot_id, idle_s (since the last line), stall_after_s,
-    last_lines, log_bytes, lost_bytes, heartbeat_s (age), predecessor, metrics_time, run_dir
+    run.json, "exit": exit.json|null, "supervisor": supervisor.json|null, "processes": [{pid, ppid,
+    command, state, rss_mb}]} Summary: run_id, name, state (starting compiling training stalled
+    finished failed stopped), reason, stopping, created, started, ended, exit_code, signal, attempt,
+    attempts, step, steps, loss, tau, tokens_per_s, eta_s, epoch, phase (last event), gpus, command,
+    release, who, host (container's), session, alive (supervisor), rebooted, boot_id, idle_s (since
+    the last line), stall_after_s, last_lines, log_bytes, lost_bytes, heartbeat_s (age),
+    predecessor, metrics_time, run_dir
 ``run.stop`` {"run_id", "grace_s"?: (the run's own), "who"?} → frames {"more": true, "signal":
     "INT"|"TERM"|"KILL", "left": n} → {"state", "exit_code", "signal", "already": bool, "killed":
     [pids], "last_lines"}
 ``run.attach`` {"run_id"} → {"session", "socket", "tmux", "argv", "alive": bool (session there),
-"log"}
+    "log"}
 ``run.remove`` {"run_id"} → {} (ended runs only)
 
 Reading
@@ -141,9 +146,10 @@ Reading
     of JSON lines ``["f", path, size, mtime_ns, mode, sha256|null]`` ``["l", path, target]`` ``["d",
     path]`` → {"root", "files", "bytes"}. ``root`` itself is path ``""`` when it is a file.
 ``pull.read`` {"path" | "run_id" + "path", "offset": 0, "expect"?: {"size", "mtime_ns"}} → frames
-    {"offset"} + payload → {"size", "sha256" (of the whole file), "mtime_ns", "mode"}
+    {"offset"} + payload → {"size", "sha256" (of the whole file), "mtime_ns", "mode"}. Before the
+    first piece at a large offset come {"hashed": bytes} frames: what is there already is hashed.
 ``pull.last_checkpoint`` {"run_id"} → {"path"|null, "step"|null, "checkpoints": [paths, oldest
-first]}
+    first]}
 
 Looking
 -------
@@ -151,9 +157,11 @@ Looking
     {"ok": bool, "seconds", "value": {…} | "error"}}} names: python, modules, tmux, disk, shm,
     limits, memory, locale, clock, gpu, cpu, workdir, runs
 ``probe`` {"names"?: [] (default all of this side), "run_id"?, "side": "container"|"host", "ct"?,
-    "python"?, "pve_root"?, "timeout_s": 3} → frames {"probe": name, "ok", "text", "seconds",
-    "error"?} as they come → {"probes": {name: {…}}}; names are those of ``PROBES`` below. Each has
-    its own time limit and cannot fail the others.
+    "python"?, "pve_root"?, "timeout_s": 3} → frames {"probe": name, "ok", "text", "value",
+    "seconds", "error"?} as they come → {"probes": {name: {…}}}; names are those of ``PROBES``
+    below. ``text`` is what a person would have seen (of a failed look: why), ``value`` the same or
+    a small JSON value (boot_id {"at_start", "now"}, exit_record). Each has its own time limit and
+    cannot fail the others.
 ``gpu.processes`` {} → {"gpus": [{index, uuid, name, memory_used_mb, memory_total_mb, utilization,
     pids: []}], "processes": [{pid, gpu_uuid, memory_mb, command, ct}], "error"?}; on a host ``ct``
     is the container of the PID (by its cgroup) or null
@@ -162,7 +170,7 @@ Looking
 Hosts
 -----
 ``ct.list`` {"pve_root"?} → {"containers": [{ct, name, status, lock, config: {…}}]}; ``ct.status``
-{"ct"} → one of these, with ``frozen``.
+    {"ct"} → one of these, with ``frozen``.
 ``lease.acquire`` {"gpus": [uuids], "run_id", "ct", "owner": {user, laptop, …}, "force"?: bool} →
     {"leases": […], "taken_over": [stale leases]} or ``lease.held``; all or none
 ``lease.release`` {"run_id"} → {"released": [uuids]}
