@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.audit import audited
 from orchestrator.cli import output
 from orchestrator.cli.app import VerbCommand
 from orchestrator.cli.options import (
@@ -123,10 +124,13 @@ def sync(
             if as_json:
                 output.emit({"commands": planned.commands, "left": planned.left})
             return
-        for piece in remote.install(channel, target, planned):
-            if not as_json:
-                sys.stdout.buffer.write(piece)
-                sys.stdout.flush()
+        with audited(
+            session.fleet, target, "env sync", output.notice, packages=sorted(planned.wanted)
+        ):
+            for piece in remote.install(channel, target, planned):
+                if not as_json:
+                    sys.stdout.buffer.write(piece)
+                    sys.stdout.flush()
         left = compare(wanted, remote.collect(channel, target))
     if as_json:
         differences = [d.as_dict() for d in left]

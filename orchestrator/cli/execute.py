@@ -12,6 +12,7 @@ import typer
 
 from orchestrator import fleet as fleets
 from orchestrator import pct
+from orchestrator.audit import audited
 from orchestrator.channel import AgentChannel
 from orchestrator.cli import output
 from orchestrator.cli.app import COMMAND_KEY
@@ -57,10 +58,13 @@ def execute(
                 output.say(f"ssh     {pct.shell_line(_shown(target))}")
                 output.say(f"agent   exec {fields}")
             return
-        codes = [
-            _run(session.fleet.container(target), target, fields, stdin, as_json)
-            for target in found
-        ]
+        codes = []
+        for target in found:
+            # The program alone: arguments may hold a secret.
+            with audited(session.fleet, target, "exec", output.notice, program=words[0]) as line:
+                channel = session.fleet.container(target)
+                codes.append(_run(channel, target, fields, stdin, as_json))
+                line["exit_code"] = codes[-1]
     raise typer.Exit(max(codes))
 
 

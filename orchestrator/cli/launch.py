@@ -10,6 +10,7 @@ import typer
 from orchestrator import launch as launching
 from orchestrator import release as releases
 from orchestrator import snapshot
+from orchestrator.audit import audited
 from orchestrator.cli import output
 from orchestrator.cli.app import COMMAND_KEY
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
@@ -98,15 +99,16 @@ def launch(
             return
         meter = output.Meter("pushing", release.bytes if release else None)
         try:
-            started = launching.launch(
-                session.fleet,
-                target,
-                order,
-                release,
-                opening=opening,
-                notice=output.notice,
-                progress=meter,
-            )
+            with audited(session.fleet, target, "launch", output.notice, run_id=run_id):
+                started = launching.launch(
+                    session.fleet,
+                    target,
+                    order,
+                    release,
+                    opening=opening,
+                    notice=output.notice,
+                    progress=meter,
+                )
         finally:
             meter.close()
         _tell(started, release, as_json)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from orchestrator.audit import audited
 from orchestrator.cli import output
 from orchestrator.cli.options import (
     CtOption,
@@ -173,7 +174,8 @@ def stop(
     with open_session(inventory) as session:
         for ref in session.runs(runs, host, ct):
             try:
-                _stop(session.fleet.container(ref.target), ref, fields, as_json)
+                with audited(session.fleet, ref.target, "stop", output.notice, run_id=ref.run_id):
+                    _stop(session.fleet.container(ref.target), ref, fields, as_json)
             except DflashctlError as error:
                 # The others are stopped all the same.
                 failed.append(error)

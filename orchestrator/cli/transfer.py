@@ -9,6 +9,7 @@ import typer
 
 from orchestrator import release as releases
 from orchestrator import snapshot, transfer
+from orchestrator.audit import audited
 from orchestrator.cli import output
 from orchestrator.cli.options import (
     CtOption,
@@ -48,11 +49,13 @@ def push(
             return
         for target in found:
             meter = output.Meter(f"pushing to {target.name}", release.bytes)
+            facts = {"release": release.id}
             try:
-                blobs, commit = Push(session.fleet.container(target), release, meter).send()
-                for request in blobs:
-                    request.result()
-                answer = commit.result()
+                with audited(session.fleet, target, "push", output.notice, **facts):
+                    blobs, commit = Push(session.fleet.container(target), release, meter).send()
+                    for request in blobs:
+                        request.result()
+                    answer = commit.result()
             finally:
                 meter.close()
             if as_json:

@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from orchestrator import launch as launching
 from orchestrator import preflight, snapshot, transfer
 from orchestrator import release as releases
 from orchestrator.alarm import DROP
+from orchestrator.audit import audited
 from orchestrator.channel import AgentChannel
 from orchestrator.collect import collect
 from orchestrator.diag import Evidence, Report, diagnose
@@ -120,8 +122,9 @@ class Stage:
             planned = plan(lock, found[target.name])
             for text in planned.left:
                 self.notice(f"{target.name}: cannot be installed: {text}")
-            for piece in remote.install(channel, target, planned):
-                self.show(piece)
+            with self._audited(target, "env sync", packages=sorted(planned.wanted)):
+                for piece in remote.install(channel, target, planned):
+                    self.show(piece)
         return {t.name: remote.collect(channel, t) for t, channel in self._each()}
 
     def _save(self, found: dict[str, Environment], path: Path) -> None:
@@ -153,10 +156,11 @@ class Stage:
         self.code = action.code
         release = self._release(action.code, action.config)
         for target, channel in self._each():
-            blobs, commit = Push(channel, release, None).send()
-            for request in blobs:
-                request.result()
-            self.pushed[target.name] = str(commit.result()["path"])
+            with self._audited(target, "push", release=release.id):
+                blobs, commit = Push(channel, release, None).send()
+                for request in blobs:
+                    request.result()
+                self.pushed[target.name] = str(commit.result()["path"])
         return Done(
             f"{release.id}, {_count(release.files, 'file')}",
             {"release": release.id, "files": release.files},
@@ -182,11 +186,13 @@ class Stage:
         for target, channel in self._each():
             argv = [target.settings.python, *command[1:]] if command[0] == "python" else [*command]
             where = cwd or self.pushed.get(target.name) or target.settings.workdir
-            request = channel.request("exec", command=argv, cwd=where, env=dict(env), **fields)
-            for head, payload in request.frames():
-                if "stream" in head:
-                    self.show(payload)
-            answer = request.result()
+            with self._audited(target, "exec", program=argv[0]) as line:
+                request = channel.request("exec", command=argv, cwd=where, env=dict(env), **fields)
+                for head, payload in request.frames():
+                    if "stream" in head:
+                        self.show(payload)
+                answer = request.result()
+                line["exit_code"] = answer["exit_code"]
             codes[target.name] = answer["exit_code"]
             if answer["timed_out"] or answer["exit_code"] not in good:
                 raise RunFailed(
@@ -230,7 +236,8 @@ class Stage:
                 force=action.force,
                 predecessor=self._predecessor(target),
             )
-            launching.launch(self.fleet, target, order, release, notice=self.notice)
+            with self._audited(target, "launch", run_id=run_id):
+                launching.launch(self.fleet, target, order, release, notice=self.notice)
             self.refs.append(RunRef(target, run_id))
         ids = [ref.run_id for ref in self.refs]
         return Done(" ".join(map(str, ids)), {"run_ids": ids})
@@ -310,6 +317,11 @@ class Stage:
         )
 
     # Shared
+
+    def _audited(
+        self, target: Target, action: str, **facts: Any
+    ) -> AbstractContextManager[dict[str, Any]]:
+        return audited(self.fleet, target, action, self.notice, **facts)
 
     def _release(self, code: str | None, config: str | None) -> Release:
         root = snapshot.find_root(Path(code).expanduser() if code else None, Path.cwd())

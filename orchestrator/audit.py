@@ -1,0 +1,54 @@
+"""One line on the host for each changing action: who, when, what, and how it ended.
+
+The host's agent keeps them in ``/var/lib/dflashctl/audit.log``, which only root reads. Its channel
+opens beside the action itself, so that the line costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from orchestrator.errors import DflashctlError, UnreachableError
+from orchestrator.fleet import Fleet, Opening
+from orchestrator.launch import whoami
+from orchestrator.target import Target
+
+Notice = Callable[[str], None]
+
+
+@contextmanager
+def audited(
+    fleet: Fleet, target: Target, action: str, notice: Notice, **facts: Any
+) -> Iterator[dict[str, Any]]:
+    """Write the line when the block has ended, well or not. What the block adds is kept too.
+
+    :param facts: JSON values; never a secret, nor a command's arguments, which may hold one.
+    """
+    opening = Opening(lambda: fleet.host(target.host))
+    line: dict[str, Any] = {"action": action, "ct": target.ct, **facts}
+    try:
+        yield line
+    except UnreachableError:
+        # Of the host itself: nothing can be written there, and the error says why.
+        raise
+    except BaseException as error:
+        _write(opening, {**line, "result": _words(error)}, notice)
+        raise
+    _write(opening, {**line, "result": "ok"}, notice)
+
+
+def _words(error: BaseException) -> str:
+    said = error.what if isinstance(error, DflashctlError) else ""
+    return f"{type(error).__name__}: {said}".rstrip(": ")
+
+
+def _write(opening: Opening, line: dict[str, Any], notice: Notice) -> None:
+    try:
+        channel = opening.result()
+        channel.call("audit", who=whoami(), **line)
+        channel.close()
+    except DflashctlError as error:
+        # The action is what counts; that its host could not note it is told.
+        notice(f"the host keeps no record of this {line['action']}: {error.what}")
