@@ -98,8 +98,8 @@ def launch(
             _show_plan(target, order, release, as_json)
             return
         meter = output.Meter("pushing", release.bytes if release else None)
-        try:
-            with audited(session.fleet, target, "launch", output.notice, run_id=run_id):
+        with audited(session.fleet, target, "launch", output.notice, run_id=run_id):
+            try:
                 started = launching.launch(
                     session.fleet,
                     target,
@@ -109,9 +109,10 @@ def launch(
                     notice=output.notice,
                     progress=meter,
                 )
-        finally:
-            meter.close()
-        _tell(started, release, as_json)
+            finally:
+                meter.close()
+            # Before the line is written, which takes a round trip more.
+            _tell(started, release, as_json)
         if follow or wait:
             from orchestrator.cli.ending import follow_run
             from orchestrator.follow import Start
