@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -87,7 +88,7 @@ class Evidence:
 
     @cached_property
     def _log_text(self) -> _Text:
-        return _Text(self.lines)
+        return _Text(distinct(self.lines))
 
     @cached_property
     def _probe_text(self) -> _Text:
@@ -186,42 +187,113 @@ def _first(place: Hit | Line | Failure | Probe | Quote) -> int:
     return line.number if line is not None else 0
 
 
+SAME_SHAPE = 24  # lines of one shape that are searched: half from the front, half from the back
+
+
+def distinct(lines: Sequence[Line]) -> list[Line]:
+    """Without the bulk of lines that differ from others only in their digits."""
+    shapes = [line.text.translate(_NO_DIGITS) for line in lines]
+    left = Counter(shapes)
+    taken: Counter[str] = Counter()
+    kept = []
+    for line, shape in zip(lines, shapes, strict=True):
+        taken[shape] += 1
+        left[shape] -= 1
+        if taken[shape] <= SAME_SHAPE // 2 or left[shape] < SAME_SHAPE // 2:
+            kept.append(line)
+    return kept
+
+
+_NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
+
+
 class _Text:
-    """Lines joined once, so that a pattern is one search and not one a line."""
+    """Lines joined once. A pattern's branches are tried only on lines that hold their literal.
+
+    Some 900 branches over a log of 20,000 unlike lines took 17 s as plain searches.
+    """
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines
         self.text = "\n".join(li.text.replace("\n", " ") for li in lines)
+        self.lower = self.text.lower()
+        if len(self.lower) != len(self.text):  # a few letters have longer lower forms
+            self.lower = "".join(c.lower() if len(c.lower()) == 1 else c for c in self.text)
         self.starts: list[int] = []
         offset = 0
         for line in lines:
             self.starts.append(offset)
             offset += len(line.text) + 1
+        self._places: dict[tuple[str, bool], list[int]] = {}
 
     def search(self, patterns: Iterable[str]) -> list[Hit]:
         found: dict[int, Hit] = {}
         for pattern in patterns:
-            literal, compiled = _compile(pattern)
-            if literal and literal not in self.text:
-                continue
-            for match in compiled.finditer(self.text):
-                index = bisect_right(self.starts, match.start()) - 1
-                found.setdefault(index, Hit(self.lines[index], match))
+            for literal, folded, compiled in _branches(pattern):
+                for index in self._holding(literal, folded):
+                    if index not in found:
+                        match = compiled.search(self.lines[index].text)
+                        if match is not None:
+                            found[index] = Hit(self.lines[index], match)
         return [found[i] for i in sorted(found)]
+
+    def _holding(self, literal: str, folded: bool) -> Sequence[int]:
+        """Indices of the lines that contain ``literal``."""
+        if not literal:
+            return range(len(self.lines))
+        known = self._places.get((literal, folded))
+        if known is None:
+            known = []
+            text = self.lower if folded else self.text
+            at = text.find(literal)
+            while at >= 0:
+                index = bisect_right(self.starts, at) - 1
+                known.append(index)
+                after = self.starts[index + 1] if index + 1 < len(self.starts) else len(text)
+                at = text.find(literal, after)
+            self._places[literal, folded] = known
+        return known
 
 
 @lru_cache(maxsize=4096)
-def _compile(pattern: str) -> tuple[str, re.Pattern[str]]:
-    return needle(pattern), re.compile(pattern, re.MULTILINE)
+def _branches(pattern: str) -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
+    """A pattern's top-level alternatives, each with a literal that it cannot match without."""
+    folded = pattern.startswith("(?i)")
+    body = pattern.removeprefix("(?i)")
+    made = []
+    for branch in alternatives(body):
+        literal = needle(branch)
+        made.append((
+            literal.lower() if folded else literal, folded, re.compile(("(?i)" if folded else "") + branch),
+        ))  # fmt: skip
+    return tuple(made)
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Split at the bars outside of groups and classes; whole if it has numbered groups, whose
+    numbers a split would shift."""
+    pieces, depth, start, i = [], 0, 0, 0
+    while i < len(pattern):
+        char = pattern[i]
+        if char == "\\":
+            i += 1
+        elif char == "[":
+            i = max(i, pattern.find("]", i + 2))
+        elif char == "(":
+            depth += 1
+            if pattern[i + 1 : i + 2] != "?":
+                return [pattern]
+        elif char == ")":
+            depth -= 1
+        elif char == "|" and depth == 0:
+            pieces.append(pattern[start:i])
+            start = i + 1
+        i += 1
+    return [*pieces, pattern[start:]]
 
 
 def needle(pattern: str) -> str:
-    """The longest literal that every match of ``pattern`` must contain; empty if none is sure.
-
-    One ``in`` test over the whole text then spares most patterns their slow search.
-    """
-    if pattern.startswith("(?i"):
-        return ""
+    """The longest literal that every match of ``pattern`` must contain; empty if none is sure."""
     runs, run, depth, i = [""], "", 0, 0
     while i < len(pattern):
         char = pattern[i]

@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
 CHUNK = 1 << 20
-WHOLE_LINES = 20_000  # a log up to this long is kept whole
+WHOLE_LINES = 10_000  # a log up to this long is kept whole
 WHOLE_BYTES = 4 << 20
 HEAD, TAIL = 400, 3_000
 BEFORE, AFTER = 40, 25  # neighbourhood of a telling line: a traceback's frames, a message's rest
 MAX_KEPT = 24_000
 MAX_SHAPES = 200_000
 REPEATS = 3  # kept occurrences of one telling shape in one chunk: the first ones and the last
-SAMPLES = 8  # step lines kept of each chunk
+SAMPLES = 8  # step lines kept of a chunk
+EVERY_CHUNK = 256  # chunks that are all sampled; of later ones every fourth is
+KNOWN = 60  # occurrences of one telling shape after which only the last of a chunk is kept
 MAX_LINE = 4_096
 
 # A line that carries one of these may matter. Wide on purpose: a needless hit costs one kept line.
@@ -92,27 +95,38 @@ def scan_chunks(pieces: Iterable[bytes]) -> Scan:
     return _Shapes().run(_joined(buffered, stream))
 
 
-def _joined(buffered: list[bytes], rest: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """Lists of whole lines; a line without end is cut at a chunk's length."""
+class _Chunk:
+    """Some whole lines; they are split only if somebody asks."""
+
+    def __init__(self, data: bytes, base: int) -> None:
+        self.data = data
+        self.base = base
+        """Lines before it: line ``i`` has number ``base + i + 1``."""
+        self.shapes = data.translate(None, DIGITS).split(b"\n")
+
+    @cached_property
+    def lines(self) -> list[bytes]:
+        return self.data.split(b"\n")
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def _joined(buffered: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
+    """Pieces that end at a line's end; a line without end is cut at a chunk's length."""
     carry = b""
-    for piece in _chain(buffered, rest):
-        data = carry + piece
-        cut = data.rfind(b"\n") + 1
-        if cut:
-            carry = data[cut:]
-            yield data[: cut - 1].split(b"\n")
-        elif len(data) >= CHUNK:
-            carry = b""
-            yield [data]
+    for piece in chain(buffered, rest):
+        cut = piece.rfind(b"\n")
+        if cut >= 0:
+            yield carry + piece[:cut]
+            carry = piece[cut + 1 :]
         else:
-            carry = data
+            carry += piece
+            if len(carry) >= CHUNK:
+                yield carry
+                carry = b""
     if carry:
-        yield [carry]
-
-
-def _chain(first: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield from first
-    yield from rest
+        yield carry
 
 
 class _Shapes:
@@ -123,39 +137,38 @@ class _Shapes:
         self.seen: set[bytes] = set()
         self.telling: set[bytes] = set()
         self.step_shapes: set[bytes] = set()
-        self.tail: deque[tuple[int, bytes]] = deque(maxlen=TAIL)
+        self.recent: deque[_Chunk] = deque(maxlen=3)
         self.after = 0  # keep lines up to this number: the rest of a neighbourhood
 
-    def run(self, chunks: Iterator[list[bytes]]) -> Scan:
-        for lines in chunks:
-            self._chunk(lines)
-        for number, line in self.tail:
-            self.scan.lines.setdefault(number, line)
+    def run(self, pieces: Iterator[bytes]) -> Scan:
+        for index, data in enumerate(pieces):
+            chunk = _Chunk(data, self.scan.total)
+            self._chunk(chunk, sample=index < EVERY_CHUNK or index % 4 == 0)
+        for number, line in self._last(TAIL):
+            self.scan.lines.setdefault(number, _clip(line))
         self.scan.lines = dict(sorted(self.scan.lines.items()))
         return self.scan
 
-    def _chunk(self, lines: list[bytes]) -> None:
-        base = self.scan.total  # line i of this chunk has number base + i + 1
-        shapes = b"\n".join(lines).translate(None, DIGITS).split(b"\n")
-        present = set(shapes)
+    def _chunk(self, chunk: _Chunk, sample: bool) -> None:
+        base = chunk.base
+        present = set(chunk.shapes)
         fresh = present - self.seen
         if len(self.seen) > MAX_SHAPES:
             self.seen.clear()
         self.seen |= fresh
         self._classify(fresh)
-        for number in range(base + 1, min(self.after, base + len(lines)) + 1):
-            self._keep(number, lines[number - base - 1])
+        for number in range(base + 1, min(self.after, base + len(chunk)) + 1):
+            self._keep(number, chunk.lines[number - base - 1])
         if base < HEAD:
-            for i, line in enumerate(islice(lines, max(0, HEAD - base))):
+            for i, line in enumerate(islice(chunk.lines, max(0, HEAD - base))):
                 self._keep(base + i + 1, line)
         wanted = present & self.telling
         if wanted:
-            self._telling(base, lines, shapes, wanted)
-        if self.step_shapes:
-            self._sample(base, lines, shapes)
-        first = max(0, len(lines) - TAIL)
-        self.tail.extend((base + i + 1, _clip(lines[i])) for i in range(first, len(lines)))
-        self.scan.total += len(lines)
+            self._telling(chunk, wanted)
+        if self.step_shapes and sample:
+            self._sample(chunk)
+        self.recent.append(chunk)
+        self.scan.total += len(chunk)
 
     def _classify(self, fresh: set[bytes]) -> None:
         if not fresh:
@@ -173,11 +186,9 @@ class _Shapes:
         if len(self.step_shapes) > MAX_SHAPES:
             self.step_shapes.clear()
 
-    def _telling(
-        self, base: int, lines: list[bytes], shapes: list[bytes], wanted: set[bytes]
-    ) -> None:
+    def _telling(self, chunk: _Chunk, wanted: set[bytes]) -> None:
         places: dict[bytes, list[int]] = {}
-        for i, shape in enumerate(shapes):
+        for i, shape in enumerate(chunk.shapes):
             if shape in wanted:
                 places.setdefault(shape, []).append(i)
         for shape, where in places.items():
@@ -185,33 +196,38 @@ class _Shapes:
             known = self.scan.counts.get(shape, 0)
             if len(self.scan.counts) < MAX_SHAPES:
                 self.scan.counts[shape] = known + len(where)
-            if known > 60 or len(self.scan.lines) > MAX_KEPT:
-                picks = where[-1:] if len(self.scan.lines) <= 2 * MAX_KEPT else []
-                for i in picks:
-                    self._keep(base + i + 1, lines[i])
+            if known > KNOWN or len(self.scan.lines) > MAX_KEPT:
+                if len(self.scan.lines) <= 2 * MAX_KEPT:
+                    self._keep(chunk.base + where[-1] + 1, chunk.lines[where[-1]])
                 continue
-            # Long lines that repeat are step lines or bars; their neighbourhood is more of them.
             for i in {*where[:REPEATS], where[-1]}:
-                self._window(base, lines, i)
+                self._window(chunk, i)
 
-    def _window(self, base: int, lines: list[bytes], i: int) -> None:
-        number = base + i + 1
-        for j in range(number - BEFORE, number + AFTER + 1):
-            k = j - base - 1
-            if 0 <= k < len(lines):
-                self._keep(j, lines[k])
-        if i < BEFORE and self.tail:  # the neighbourhood began in the chunk before
-            for j, line in islice(reversed(self.tail), BEFORE - i):
+    def _window(self, chunk: _Chunk, i: int) -> None:
+        for k in range(max(0, i - BEFORE), min(len(chunk), i + AFTER + 1)):
+            self._keep(chunk.base + k + 1, chunk.lines[k])
+        if i < BEFORE:  # the neighbourhood began in the chunk before
+            for j, line in self._last(BEFORE - i):
                 self._keep(j, line)
-        self.after = max(self.after, number + AFTER)
+        self.after = max(self.after, chunk.base + i + 1 + AFTER)
 
-    def _sample(self, base: int, lines: list[bytes], shapes: list[bytes]) -> None:
-        stride = max(1, len(lines) // SAMPLES)
-        for start in range(0, len(lines), stride):
-            for i in range(start, min(start + 40, start + stride, len(lines))):
-                if shapes[i] in self.step_shapes:
-                    self._keep(base + i + 1, lines[i])
-                    self.scan.steps.add(base + i + 1)
+    def _last(self, count: int) -> Iterator[tuple[int, bytes]]:
+        """The last ``count`` lines of the chunks before, newest first."""
+        for chunk in reversed(self.recent):
+            lines = chunk.lines
+            for i in range(len(lines) - 1, max(-1, len(lines) - 1 - count), -1):
+                yield chunk.base + i + 1, lines[i]
+            count -= len(lines)
+            if count <= 0:
+                return
+
+    def _sample(self, chunk: _Chunk) -> None:
+        stride = max(1, len(chunk) // SAMPLES)
+        for start in range(0, len(chunk), stride):
+            for i in range(start, min(start + 40, start + stride, len(chunk))):
+                if chunk.shapes[i] in self.step_shapes:
+                    self._keep(chunk.base + i + 1, chunk.lines[i])
+                    self.scan.steps.add(chunk.base + i + 1)
                     break
         if len(self.scan.steps) > MAX_KEPT // 2:
             self._thin()

@@ -10,7 +10,9 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from orchestrator.diag.text import Line
 
@@ -261,7 +263,11 @@ class Series:
 
     def after(self, number: int) -> list[Step]:
         """Steps printed after line ``number``."""
-        return [s for s in self.steps if s.number > number]
+        return self.steps[bisect_right(self._numbers, number) :]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return [s.number for s in self.steps]
 
     def losses(self) -> list[Step]:
         return [s for s in self.steps if s.loss is not None]

@@ -188,8 +188,9 @@ def _two_boots(probe: Probe) -> bool:
         return False
     value = probe.value
     if isinstance(value, dict):
+        about = "boot" in probe.key.lower()
         ids = [str(v) for k, v in value.items() if isinstance(v, (str, int)) and
-               not re.search(r"time|date|when|host", str(k))]  # fmt: skip
+               (about or "boot" in str(k)) and not re.search(r"time|date|when|host", str(k))]  # fmt: skip
         return len(ids) >= 2 and len(set(ids)) >= 2
     ids = re.findall(_BOOT, probe.text)
     if len(ids) >= 2:
