@@ -48,8 +48,10 @@ def make_keys(layout: Layout, port: int) -> None:
 
 def make_host(layout: Layout, spec: LabSpec, backend: Backend, groups: cgroups.Hierarchies) -> None:
     """The host's upper layer: pct, /etc/pve, an empty /root, and root's account."""
-    for name in ("up", "work", "root", "lower", "tmp"):
+    for name in ("root", "lower", "tmp"):
         (layout.host / name).mkdir(parents=True)
+    layout.host_upper.mkdir(parents=True)
+    layout.host_upper.with_name("work").mkdir()
     (layout.host / "tmp").chmod(0o1777)
     layout.faults.mkdir()
     folder = layout.pve / "nodes" / spec.node / "lxc"
@@ -57,7 +59,7 @@ def make_host(layout: Layout, spec: LabSpec, backend: Backend, groups: cgroups.H
     (layout.pve / "local").symlink_to(f"nodes/{spec.node}")
     (layout.pve / "lxc").symlink_to("local/lxc")
 
-    upper = layout.host / "up"
+    upper = layout.host_upper
     for path in (Path("/root"), Path("/home"), Path("/etc/pve")):
         overlay.empty(upper, path)
     for path in private_paths(layout, spec):
@@ -99,7 +101,7 @@ def make_container(
 ) -> None:
     """Upper layer and configuration of one container."""
     upper = layout.upper(ct.vmid)
-    for path in (upper, layout.ct(ct.vmid) / "work", layout.disk(ct.vmid)):
+    for path in (upper, layout.work(ct.vmid), layout.disk(ct.vmid)):
         path.mkdir(parents=True)
     if ct.python == "shared":
         overlay.empty(upper, Path(render.SHARED_MOUNT))

@@ -18,14 +18,28 @@ from typing import Any
 import yaml
 
 from orchestrator.errors import NotFoundError, RefusedError, UsageError
-from orchestrator.lab import cgroups, files, network, render, requirements
+from orchestrator.lab import cgroups, files, network, overlay, render, requirements
 from orchestrator.lab.faults import PCT_DELAY
 from orchestrator.lab.layout import PROGRAMS, Layout
 from orchestrator.lab.processes import Process, boot_id, children, listener
 from orchestrator.lab.spec import Backend, LabSpec
 
 START_LIMIT_S = 20.0
+MOUNTS = Path("/proc/self/mountinfo")
 CLEAN_ENV = {"PATH": requirements.SYSTEM_PATH}
+
+
+def mount(*args: str, program: str = "mount") -> None:
+    done = subprocess.run(
+        [program, *args], env=CLEAN_ENV, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RefusedError(f"{program} failed: {done.stderr.strip()}")
+
+
+def mounts_below(root: Path) -> list[Path]:
+    points = [Path(line.split()[4]) for line in MOUNTS.read_text().splitlines()]
+    return [point for point in points if point.is_relative_to(root)]
 
 
 class ContainerStartFailed(RefusedError):
@@ -97,6 +111,9 @@ class Lab:
         }
         progress(f"host {spec.node}: sshd on 127.0.0.1:{spec.port}")
         files.make_keys(layout, spec.port)
+        layout.layers.mkdir()
+        if overlay.on_overlay(layout.root, MOUNTS.read_text()):
+            mount("-t", "tmpfs", "-o", "mode=700", "tmpfs", str(layout.layers))
         files.make_host(layout, spec, backend, groups)
         private = files.private_paths(layout, spec)
         for ct in spec.containers:
@@ -159,16 +176,12 @@ class Lab:
                 f"{root} is not empty and is no lab of ours",
                 next_step="remove it by hand, or choose another folder with DFLASHCTL_LAB_ROOT",
             )
-        mounted = [
-            line.split()[4]
-            for line in Path("/proc/self/mountinfo").read_text().splitlines()
-            if Path(line.split()[4]).is_relative_to(root)
-        ]
-        if mounted:
-            raise RefusedError(
-                f"something is mounted below {root}: {mounted[0]}",
-                next_step=f"umount {mounted[0]}",
-            )
+        for point in mounts_below(root):
+            if point != self.layout.layers:
+                raise RefusedError(
+                    f"something is mounted below {root}: {point}", next_step=f"umount {point}"
+                )
+            mount("--lazy", str(point), program="umount")
         for path in sorted(root.iterdir()):
             if path != self.layout.state:  # last: what is half removed is still known as ours
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -205,8 +218,8 @@ class Lab:
                 raise RefusedError(
                     "the lab's host did not start: "
                     + (detail.splitlines() or ["no reason given"])[-1],
-                    next_step="the lab's folder must not lie on an overlay file system; "
-                    "choose one with DFLASHCTL_LAB_ROOT",
+                    next_step="this machine may forbid namespaces or overlay mounts "
+                    "(an unprivileged container does)",
                 )
             time.sleep(0.005)
         sshd = Process.of(child.pid)

@@ -71,8 +71,16 @@ class Layout:
 
     @property
     def host(self) -> Path:
-        """The host's own / as an overlay over the machine's: ``up``, ``work``, ``root``."""
         return self.root / "host"
+
+    @property
+    def layers(self) -> Path:
+        """``up`` and ``work`` of every overlay, for the host and each container."""
+        return self.root / "layers"
+
+    @property
+    def host_upper(self) -> Path:
+        return self.layers / "host" / "up"
 
     @property
     def lower(self) -> Path:
@@ -103,7 +111,11 @@ class Layout:
         return self.root / "ct" / str(vmid)
 
     def upper(self, vmid: int) -> Path:
-        return self.ct(vmid) / "up"
+        """LXC expects ``work`` beside it."""
+        return self.layers / str(vmid) / "up"
+
+    def work(self, vmid: int) -> Path:
+        return self.layers / str(vmid) / "work"
 
     def disk(self, vmid: int) -> Path:
         """The container's work folder, when it is on disk."""

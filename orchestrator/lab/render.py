@@ -145,7 +145,7 @@ def boot_spec(layout: Layout, spec: LabSpec, ct: Container, ip: str | None) -> s
         f"hostname {ct.name}",
         f"lower {layout.lower}",
         f"upper {layout.upper(ct.vmid)}",
-        f"work {layout.ct(ct.vmid) / 'work'}",
+        f"work {layout.work(ct.vmid)}",
         f"root {layout.ct(ct.vmid) / 'root'}",
         f"memory {ct.memory}",
     ]

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from orchestrator.errors import UsageError
 from orchestrator.lab import Container, Lab
+from orchestrator.lab.cli import app, user_inventory
+from orchestrator.lab.cli import make_lab as make_lab_of
 
 pytestmark = pytest.mark.lab
-
-Verb = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -23,51 +25,42 @@ def own(make_lab: Callable[..., Lab]) -> Lab:
     return make_lab((Container(200),))
 
 
-@pytest.fixture
-def verb(own: Lab, tmp_path: Path) -> Verb:
-    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "orchestrator.cli", "lab", *words],
-            env=os.environ
-            | {"DFLASHCTL_LAB_ROOT": str(own.layout.root), "HOME": str(tmp_path)}
-            | variables,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
-
-    return run
+def invoke(lab: Lab, *words: str, **variables: str) -> Result:
+    """In this process; the progress goes to stderr, apart from the JSON."""
+    variables = {"DFLASHCTL_LAB_ROOT": str(lab.layout.root)} | variables
+    return CliRunner().invoke(app, words, env=variables)
 
 
-def test_up_status_down(verb: Verb, own: Lab) -> None:
+def test_up_status_down(own: Lab) -> None:
     port = str(own.spec.port)
-    up = verb("up", "--port", port, "--containers", "200,205:stopped", "--json")
-    assert up.returncode == 0, up.stderr
+    up = invoke(own, "up", "--port", port, "--containers", "200,205:stopped", "--json")
+    assert up.exit_code == 0, up.output
     state = json.loads(up.stdout)
     assert state["up"] is True
     assert {ct["ct"]: ct["state"] for ct in state["containers"]} == {
         200: "running",
         205: "stopped",
     }
-    assert "containers" in up.stderr  # progress, apart from the JSON
+    assert "starting 200" in up.stderr
 
-    assert json.loads(verb("status", "--json").stdout) == state
-    readable = verb("status").stdout
+    assert json.loads(invoke(own, "status", "--json").stdout) == state
+    readable = invoke(own, "status").stdout
     assert f"port {port}" in readable
     assert "dflashctl launch --host lab --ct 200" in readable
 
-    down = verb("down", "--json")
+    down = invoke(own, "down", "--json")
     assert json.loads(down.stdout) == {"up": False, "found": True}
-    assert json.loads(verb("status", "--json").stdout)["up"] is False
-    assert "there was no lab" in verb("down").stderr
+    assert json.loads(invoke(own, "status", "--json").stdout)["up"] is False
+    assert "dflashctl lab up" in invoke(own, "status").stdout
+    assert "there was no lab" in invoke(own, "down").stderr
 
 
-def test_variables_choose_the_backend_and_the_cost_of_pct(verb: Verb, own: Lab) -> None:
+def test_variables_choose_the_backend_and_the_cost_of_pct(own: Lab) -> None:
     words = ("up", "--port", str(own.spec.port), "--containers", "200", "--json")
-    up = verb(*words, DFLASHCTL_LAB_BACKEND="unshare", DFLASHCTL_LAB_PCT_DELAY="0.1")
+    up = invoke(own, *words, DFLASHCTL_LAB_BACKEND="unshare", DFLASHCTL_LAB_PCT_DELAY="0.1")
     assert json.loads(up.stdout)["backend"] == "unshare"
     assert (own.layout.faults / "pct-delay").read_text() == "0.1"
-    verb("down")
+    invoke(own, "down")
 
 
 @pytest.mark.parametrize(
@@ -79,11 +72,25 @@ def test_variables_choose_the_backend_and_the_cost_of_pct(verb: Verb, own: Lab) 
         (("--root", "relative"), "lab folder relative is not absolute"),
     ],
 )
-def test_wrong_options_get_one_message_and_exit_code_2(
-    verb: Verb, words: tuple[str, ...], message: str
-) -> None:
-    done = verb("up", *words)
+def test_wrong_options_are_usage_errors(own: Lab, words: tuple[str, ...], message: str) -> None:
+    error = invoke(own, "up", *words).exception
+    assert isinstance(error, UsageError)
+    assert message in str(error)
+
+
+def test_an_error_is_one_message_and_an_exit_code(own: Lab) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", "lab", "up", "--containers", "200;201"],
+        env=os.environ | {"DFLASHCTL_LAB_ROOT": str(own.layout.root)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "container list" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_only_the_default_lab_writes_into_the_users_configuration(tmp_path: Path) -> None:
+    assert make_lab_of(None).inventory == user_inventory()
+    assert make_lab_of(tmp_path).inventory == tmp_path / "inventory.yaml"

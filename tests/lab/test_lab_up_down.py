@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import orchestrator
 from orchestrator.errors import NotFoundError, RefusedError, UsageError
 from orchestrator.lab import Container, Lab, LabSpec
 from orchestrator.lab.cgroups import leftovers
@@ -198,6 +199,38 @@ def test_two_labs_do_not_meet(lab: Lab, make_lab: MakeLab) -> None:
     assert lab.pct("status", 200) == "status: running\n"
     other.down()
     assert lab.pct("exec", 200, "--", "echo", "still here") == "still here\n"
+
+
+ON_OVERLAY = """
+set -e
+mount -t tmpfs tmpfs {base}
+mkdir {base}/lower {base}/up {base}/work {base}/over
+mount -t overlay overlay -o lowerdir={base}/lower,upperdir={base}/up,workdir={base}/work {base}/over
+export DFLASHCTL_LAB_ROOT={base}/over/lab
+cli() {{ {python} -m orchestrator.cli lab "$@" >/dev/null; }}
+cli up --port {port} --containers 200
+nsenter -t $(cat {base}/over/lab/lab.json | sed -n 's/.*"pid": \\([0-9]*\\).*/\\1/p') -m \
+    pct exec 200 -- sh -c 'echo works > /root/x; cat /root/x; test -e {checkout} || echo hidden'
+cli down
+grep -c {base}/over/lab /proc/self/mountinfo || true
+ls {base}/over
+"""
+
+
+def test_a_folder_on_an_overlay_as_in_docker(make_lab: MakeLab, tmp_path: Path) -> None:
+    script = ON_OVERLAY.format(
+        base=tmp_path,
+        port=make_lab(ONE).spec.port,
+        python=sys.executable,
+        checkout=Path(orchestrator.__file__).parents[1],
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode, done.stdout) == (0, "works\nhidden\n0\n"), done.stderr
 
 
 @pytest.mark.slow
