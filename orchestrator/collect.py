@@ -10,17 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.protocol import CONTAINER_PROBES
 from orchestrator.alarm import best_of
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import DflashctlError, RunNotFound
 from orchestrator.fleet import Fleet
 from orchestrator.paths import RunPaths
+from orchestrator.pct import SaidBy
 from orchestrator.run import RunRef, RunSummary
 from orchestrator.watch import SEED_LINES, read_metrics
 
 # Some 20 MB at the usual 100 bytes a line: a second on a fast link, and the cause is near the end.
 LINES = 200_000
 HOST_LIMIT_S = 6.0
+# `pip check` takes 3 s with torch installed: of use only where something has failed.
+SLOW = frozenset({"pip_check"})
 
 
 @dataclass
@@ -46,6 +50,9 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
     beside.start()
     try:
         _ask_container(fleet.container(ref.target), ref, found)
+    except RunNotFound:
+        # Nothing to diagnose; `doctor` looks at containers.
+        raise
     except DflashctlError as error:
         found.error = error
         found.probes["ssh" if ref.target.ct is None or error.ct is None else "pct"] = raw(error)
@@ -56,25 +63,21 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
 
 
 def raw(error: DflashctlError) -> str:
-    """The words that a machine used, which rules know; else ours."""
+    """The words that a machine used, which rules know, after ours, which name the place."""
     cause = error.__cause__
-    return f"{type(cause).__name__}: {cause}" if cause is not None else error.what
+    if cause is None or isinstance(cause, SaidBy):
+        return str(cause or error.what)
+    return f"ssh: host {error.host}: {type(cause).__name__}: {cause}"
 
 
 def _ask_container(channel: AgentChannel, ref: RunRef, found: Collected) -> None:
     about = channel.request("run.status", lines=0, **ref.fields)
     python = ref.target.settings.python
-    try:
-        summary = RunSummary.model_validate(about.result())
-    except RunNotFound:
-        if ref.run_id is not None:
-            raise
-        # No run at all: the container itself can still be looked at.
-        found.probes.update(_values(channel.call("probe", python=python)))
-        return
+    summary = RunSummary.model_validate(about.result())
     found.summary = summary
     run = {"run_id": summary.run_id}
-    looks = channel.request("probe", python=python, **run)
+    names = [name for name in CONTAINER_PROBES if summary.is_over or name not in SLOW]
+    looks = channel.request("probe", names=names, python=python, **run)
     log = channel.request("tail", files=[RunPaths("").log], lines=LINES, follow=False, **run)
     stacks = channel.request("stacks", python=python, **run) if summary.state == "stalled" else None
     with found.log.open("wb") as stream:

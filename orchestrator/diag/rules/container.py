@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.probes import Probe
-from orchestrator.diag.rules.shared import container_of
+from orchestrator.diag.rules.shared import container_of, own_number
 from orchestrator.diag.text import Line
 
 MISSING = (
@@ -71,12 +71,13 @@ def missing(e: Evidence) -> Iterator[Finding]:
 def stopped(e: Evidence) -> Iterator[Finding]:
     """pve-container 4 to 6 ``container '202' not running!`` (255), ``CT 202 not running``; ``pct
     status`` says ``status: stopped``; ``pct list`` shows it."""
-    number = container_of(e)
+    number = own_number(e)
     hits: list[Hit | Line] = list(e.search(*STOPPED))
     hits += [li for li, _ in e.probes.search(r"^\s*(?:status: stopped|State:\s+STOPPED)")]
-    if number != "CT":
+    if number:
         hits += [li for li, _ in e.probes.search(rf"^\s*{number}\s+stopped\b")]
     exec_down = any("ipcc" in h.line.text for h in e.search(*EXEC))
+    number = number or container_of(e)
     if hits and not exec_down:
         why = e.probes.search(r"\b(?:vzshutdown|vzstop|vzdump|oom-kill|pct (?:stop|shutdown))\b")
         yield e.found(
@@ -162,7 +163,8 @@ def rebooted(e: Evidence) -> Iterator[Finding]:
     if e.outcome.state == "finished":
         return
     at: list[Probe | Line | Hit] = [p for p in e.probes if _two_boots(p)]
-    at += [li for li, _ in e.probes.search(
+    if not e.probes.named("boot_?id"):  # else the ids decide: a task log tells of last week, too
+        at += [li for li, _ in e.probes.search(
         r"\bvzreboot\b|boot id (?:changed|differs)|system boot.*(?:during|after)|-- (?:Boot|Reboot) ")]  # fmt: skip
     at += e.search(
         r"[Bb]oot[ _]id (?:changed|differs|is (?:now|another|not))",

@@ -1,0 +1,161 @@
+"""Files in and out of containers, and commands inside them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import pytest
+from laptop import Cli
+
+from orchestrator.lab import Lab
+from orchestrator.lab.proxy import Proxy
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
+
+
+def tree(folder: Path) -> dict[str, tuple[str, int]]:
+    """Path → content's hash (or link target) and executable bit, for everything below."""
+    found = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = (str(path.readlink()), 0)
+        elif path.is_file():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[name] = (digest, path.stat().st_mode & 0o100)
+        elif not any(path.iterdir()):
+            found[name] = ("empty folder", 0)
+    return found
+
+
+@pytest.fixture
+def odd(code: Path) -> Path:
+    for name in ("a b", "it's", 'q"', "new\nline", "ünï", "-rf", "\udcff\udcfe", "$(id)", "*"):
+        (code / name).write_text(name.encode(errors="surrogateescape").hex())
+    (code / "run.sh").write_text("x")
+    (code / "run.sh").chmod(0o755)
+    (code / "link").symlink_to("missing/target")
+    (code / "empty/inner").mkdir(parents=True)
+    return code
+
+
+def test_a_pushed_tree_is_the_same_there(cli: Cli, lab: Lab, odd: Path) -> None:
+    answer = cli.json("push", "lab-201", cwd=odd)
+    assert tree(lab.files(201) / answer["path"].lstrip("/")) == tree(odd)
+    again = cli.json("push", "lab-201", cwd=odd)
+    assert (again["release"], again["existing"]) == (answer["release"], True)
+
+
+def test_only_what_is_missing_travels(cli: Cli, proxied: Proxy, code: Path) -> None:
+    dice = random.Random(0)
+    for n in range(20):
+        (code / f"file{n}").write_bytes(dice.randbytes(50_000))
+    cli("push", "lab-201", cwd=code, code=0)
+    (code / "file3").write_bytes(dice.randbytes(50_000))
+    before = proxied.traffic()["up"]
+    cli("push", "lab-201", cwd=code, code=0)
+    assert 50_000 < proxied.traffic()["up"] - before < 80_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_push_that_is_cut_leaves_what_was_there(
+    cli: Cli, lab: Lab, proxied: Proxy, code: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    (code / "blob").write_bytes(dice.randbytes(2_000_000))
+    before = set(os.listdir(lab.files(201) / "workspace/dflashctl/releases"))
+    proxied.cut_after(dice.randrange(5_000, 1_500_000), "up")
+    done = cli("push", "lab-201", cwd=code, code=3)
+    assert "next: " in done.stderr
+    after = set(os.listdir(lab.files(201) / "workspace/dflashctl/releases"))
+    assert {name for name in after - before if not name.startswith(".")} == set()
+    cli("push", "lab-201", cwd=code, code=0)
+
+
+@pytest.fixture
+def run_id(cli: Cli, code: Path) -> str:
+    """A finished run with two checkpoints."""
+    (code / "start_training.sh").write_text(
+        "mkdir -p $DFLASH_RUN_DIR/checkpoints/step-1 $DFLASH_RUN_DIR/checkpoints/step-2\n"
+        "for n in 1 2; do\n"
+        "  head -c 3000000 /dev/urandom > $DFLASH_RUN_DIR/checkpoints/step-$n/weights\n"
+        "done\n"
+        "ln -s /etc/passwd $DFLASH_RUN_DIR/checkpoints/step-2/outside\n"
+        "ln -s weights $DFLASH_RUN_DIR/checkpoints/step-2/inside\n"
+        "echo saved\n"
+    )
+    done = cli("launch", "lab-201", "--env", "PASSWORD=hush", "--wait", cwd=code, code=0)
+    return done.stdout.splitlines()[0]
+
+
+def same(lab: Lab, run_id: str, path: str, here: Path) -> bool:
+    there = lab.files(201) / f"workspace/dflashctl/runs/{run_id}" / path
+    return there.read_bytes() == (here / path).read_bytes()
+
+
+def test_a_pull_brings_logs_and_records_and_no_secrets(
+    cli: Cli, lab: Lab, run_id: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    cli("pull", run_id, "--all", "--to", out, code=0)
+    for path in ("train.log", "run.json", "exit.json", "checkpoints/step-2/weights"):
+        assert same(lab, run_id, path, out)
+    assert not (out / "start.json").exists()
+    for path in out.rglob("*"):
+        assert not path.is_file() or b"hush" not in path.read_bytes(), path
+    assert (out / "checkpoints/step-2/inside").readlink() == Path("weights")
+    assert not (out / "checkpoints/step-2/outside").is_symlink()
+    assert not (out / ".dflashctl-pull").exists()
+    again = cli.json("pull", run_id, "--all", "--to", out)
+    assert again["files"] == 0 and again["unchanged"] > 4
+
+
+def test_one_path_alone(cli: Cli, lab: Lab, run_id: str, tmp_path: Path) -> None:
+    cli("pull", run_id, "--path", "checkpoints/step-1/weights", "--to", tmp_path / "w", code=0)
+    assert (tmp_path / "w/weights").stat().st_size == 3_000_000
+    cli("pull", run_id, "--path", "/etc/hostname", "--to", tmp_path / "h", code=0)
+    assert (tmp_path / "h/hostname").exists()
+    assert "/no/such" in cli("pull", run_id, "--path", "/no/such", code=5).stderr
+
+
+@pytest.mark.parametrize("at", [200_000, 1_700_000, 2_900_000])
+def test_a_pull_that_is_cut_goes_on_where_it_was(
+    cli: Cli, lab: Lab, proxied: Proxy, run_id: str, tmp_path: Path, at: int
+) -> None:
+    before = proxied.traffic()["down"]
+    proxied.cut_after(at, "down")
+    out = tmp_path / "out"
+    path = "checkpoints/step-2"
+    done = cli("pull", run_id, "--path", path, "--to", out, code=0)
+    assert "going on in" in done.stderr
+    assert (out / "weights").read_bytes() == (
+        lab.files(201) / f"workspace/dflashctl/runs/{run_id}/{path}/weights"
+    ).read_bytes()
+    # What had arrived was not fetched again (a window may have been on its way).
+    assert proxied.traffic()["down"] - before < 3_000_000 + at + 400_000
+
+
+# Commands
+
+
+def test_a_commands_streams_and_exit_code_are_its_own(cli: Cli) -> None:
+    done = cli("exec", "lab-201", "--", "sh", "-c", "echo out; echo err >&2; exit 7", code=7)
+    assert (done.stdout, done.stderr) == ("out\n", "err\n")
+    assert cli("exec", "lab-201", "--", "sh", "-c", "kill -9 $$").returncode == 137
+    found = cli.json("exec", "lab-201", "--", "echo", "hi")
+    assert (found["exit_code"], found["stdout"], found["ct"]) == (0, "hi\n", 201)
+
+
+def test_ten_megabytes_on_both_streams_at_once(cli: Cli) -> None:
+    flood = "head -c 10000000 /dev/zero & head -c 10000000 /dev/zero >&2; wait"
+    done = cli("exec", "lab-201", "--", "sh", "-c", flood, code=0)
+    assert len(done.stdout) == len(done.stderr) == 10_000_000
+
+
+def test_a_command_that_takes_too_long_is_ended(cli: Cli, lab: Lab) -> None:
+    done = cli("exec", "lab-201", "--timeout", "1s", "--", "sleep", "77")
+    assert done.returncode == 143 and "ended when its time was over" in done.stderr
+    assert "77" not in lab.pct("exec", 201, "--", "ps", "axww")
