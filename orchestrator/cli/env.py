@@ -90,6 +90,8 @@ def diff(
         output.emit({"worst": heaviest, "differences": [d.as_dict() for d in found]})
     else:
         _show(found, every)
+        if any("==" in d.remedy for d in found) and before.endswith(".json"):
+            output.say(f"all packages at once: dflashctl env sync {after} --lock {before}")
     raise typer.Exit(1 if heaviest == "breaks" else 0)
 
 

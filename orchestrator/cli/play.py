@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
+import textwrap
 from typing import Annotated
 
 import typer
@@ -58,7 +60,8 @@ def play(
     if playbook is None:
         _list(laptop, as_json)
         return
-    steps = load(find(playbook, laptop.playbooks)).bind(settings or ())
+    path = find(playbook, laptop.playbooks)
+    steps = load(path, f"playbook {playbook}").bind(settings or ())
     first = start_index(steps, start_at)
     if check:
         _check(steps, first, as_json)
@@ -165,5 +168,8 @@ def _list(laptop: LaptopPaths, as_json: bool) -> None:
     if as_json:
         output.emit({"playbooks": found})
         return
+    width = max(len(name) for name in found) + 2
+    columns = shutil.get_terminal_size().columns
     for name, text in found.items():
-        output.say(f"{name:<22} {text}")
+        lines = textwrap.wrap(text, max(20, columns - width)) or [""]
+        output.say(f"{name:<{width}}" + f"\n{'':<{width}}".join(lines))

@@ -78,7 +78,10 @@ class Difference:
 
 def compare(before: Environment, after: Environment) -> list[Difference]:
     """Every difference, the heaviest first."""
+    # Of what is wrong in itself, only what was not wrong before.
+    old = {fault.key for fault in faults(before)}
     found = [
+        *(fault for fault in faults(after) if fault.key not in old),
         *_python(before, after),
         *_torch(before, after),
         *_devices(before, after),
@@ -87,9 +90,6 @@ def compare(before: Environment, after: Environment) -> list[Difference]:
         *_variables(before, after),
         *_system(before, after),
     ]
-    # Of what is wrong in itself, only what was not wrong before.
-    old = {fault.key for fault in faults(before)}
-    found += [fault for fault in faults(after) if fault.key not in old]
     return sorted(found, key=lambda d: ORDER[d.weight])
 
 

@@ -111,8 +111,8 @@ def available(user_folder: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def load(path: Path) -> Playbook:
-    """Read and check a file.
+def load(path: Path, source: str | None = None) -> Playbook:
+    """Read and check a file; ``source`` (default: its path) names it in messages.
 
     :raises UsageError: one message with file and step.
     """
@@ -122,7 +122,7 @@ def load(path: Path) -> Playbook:
         raise UsageError(f"playbook {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"playbook {path} is not UTF-8 text (byte {error.start})") from None
-    return parse(text, str(path))
+    return parse(text, source or str(path))
 
 
 def parse(text: str, source: str) -> Playbook:
