@@ -243,16 +243,17 @@ def _attempt(
 ) -> Started:
     looking = channel.request("preflight", **preflight_fields(target, order, release))
     push = Push(channel, release, progress) if release else None
+    which: dict[str, Any] = {}
+    sent = []
+    if push is not None:
+        # Without waiting for the preflight: a release that no run uses does no harm.
+        blobs, commit = push.send()
+        sent = [*blobs, commit]
+        which["release_from"] = commit.number
     checks = preflight.read(looking.result(), target)
     refused = preflight.refusal(checks, target)
     if refused is not None:
         raise refused
-    which: dict[str, Any] = {}
-    sent = []
-    if push is not None:
-        blobs, commit = push.send()
-        sent = [*blobs, commit]
-        which["release_from"] = commit.number
     if order.config is not None:
         for request in sent:
             request.result()

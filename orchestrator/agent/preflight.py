@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from functools import cache, partial
@@ -99,6 +100,9 @@ def _judged(look: Any) -> Any:
 
 def _interpreter(python: str, modules: list[str]) -> dict[str, Any]:
     path = python if "/" in python else which(python) or python
+    if path == sys.executable and not modules:
+        # It is the one that runs this.
+        return {"version": list(sys.version_info[:3]), "path": path, "modules": {}}
     text = command([path, "-c", _ASK, *modules], LIMIT_S, check=True)
     answer: dict[str, Any] = json.loads(text.splitlines()[-1])
     return answer

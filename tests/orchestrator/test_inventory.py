@@ -75,7 +75,7 @@ def test_the_users_own_inventory_is_a_file_and_a_folder_beside_it(laptop: Laptop
         ("hosts: {'a b': {}}", "'a b' is no name for a host"),
         ("hosts: {h: {}, h: {}}", "'h' is given twice"),
         ("[1, 2]", "a list, not a mapping"),
-        ("hosts: {h: [", "inventory.yaml:1:"),
+        ("hosts: {h: [", "inventory.yaml:"),
         ("hosts: {h: {}}\ncontainers: {g: {host: h, ct: 1, groups: [g]}}", "container and a group"),
     ],
 )
