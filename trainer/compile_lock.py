@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from trainer import torch_internals
 from trainer.errors import TrainerError
@@ -256,8 +257,9 @@ class LockedCompile:
     def _counted(self, function: Callable[..., Any]) -> FunctionType:
         def body(*args: Any, **kwargs: Any) -> Any:
             # True while dynamo traces this body, False when Python runs it: the only reliable sign
-            # of a fallback, since torch warns of it once a process at most.
-            if not torch.compiler.is_dynamo_compiling():
+            # of a fallback, since torch warns of it once a process at most. Imported by name: each
+            # attribute on the way to it would be a guard of every call.
+            if not is_dynamo_compiling():
                 self._eager_runs += 1
             return function(*args, **kwargs)
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from trainer.config import TrainConfig, parse_config
 from trainer.data.batch import Batch
 from trainer.drafter.config import DrafterConfig
+from trainer.head_loss import fast_head_loss
 from trainer.objective import FrozenTarget
 from trainer.pipeline.costs import TargetShape, Work
 from trainer.pipeline.plan import Device, Plan, make_plan
@@ -119,6 +120,7 @@ def make_drafter(device: torch.device, microbatches: int = 4) -> DrafterStage:
         FrozenTarget(frozen.embedding.to(device), frozen.head.to(device)),
         100,
         device,
+        head_loss=fast_head_loss(device),
     )
 
 
