@@ -19,6 +19,9 @@ from orchestrator.diag.text import Line, read_lines
 from orchestrator.diag.tracebacks import Failure
 
 
+_SYSTEM = re.compile(r"journal|syslog|messages|dmesg|kern|^auth_?log")
+
+
 @dataclass(frozen=True)
 class Hit:
     """A place where a pattern was found."""
@@ -64,12 +67,19 @@ class Evidence:
     # -- what rules ask -------------------------------------------------------------------------
 
     def search(
-        self, *patterns: str, log: bool = True, probes: bool = True, quiet: bool = False
+        self,
+        *patterns: str,
+        log: bool = True,
+        probes: bool = True,
+        quiet: bool = False,
+        system: bool = False,
+        named: str = "",
     ) -> list[Hit]:
         """Lines that match any of ``patterns`` (regular expressions), log first, in order.
 
         Left out are flags, echoed commands and config dumps (unless ``quiet``) and whatever came
-        after the run had said that it was done.
+        after the run had said that it was done. The system's own journals tell of everybody, so
+        they are read only by rules that ask for them (``system``). ``named`` limits the probes.
         """
         hits: list[Hit] = []
         if log:
@@ -80,6 +90,12 @@ class Evidence:
         for hit in hits:
             if hit.line.quiet and not quiet:
                 continue
+            if hit.line.source != "log":
+                key = hit.line.source.removeprefix("probe:")
+                if _SYSTEM.search(key) and not system:
+                    continue
+                if named and not re.search(named, key):
+                    continue
             done = self.outcome.done_line
             if done is not None and hit.line.source == "log" and hit.line.number > done:
                 continue
@@ -131,6 +147,18 @@ class Evidence:
     def _advances(after: Sequence[steps.Step]) -> bool:
         numbers = [s.step for s in after if s.step is not None]
         return not numbers or len(set(numbers)) >= 2
+
+    @cached_property
+    def progress(self) -> list[steps.Step]:
+        """The last attempt's steps: of the trainer's own records if a probe holds them (they tell
+        more than the log's lines), else of the log."""
+        for probe in self.probes.named(r"metrics"):
+            recorded = steps.read_series(probe.lines)
+            if len(recorded) >= max(3, len(self.series) // 2):
+                start = max(recorded.restarts(), default=0)
+                return [s for s in recorded.steps if s.number >= start]
+        last = self.series.after(self.outcome.attempt_line)
+        return last if len(last) >= 4 else self.series.steps
 
     # -- how rules answer -----------------------------------------------------------------------
 

@@ -133,6 +133,12 @@ class Probes:
     def alive(self) -> bool | None:
         """Whether the trainer still runs, if a process probe says so."""
         verdict: bool | None = None
+        for probe in self.named(r"^run_state$"):
+            state = probe.text.strip().strip('"')
+            if state in ("starting", "compiling", "training", "stalled"):
+                return True
+            if state in ("finished", "failed", "stopped"):
+                return False
         for probe in self.named(r"^(?:ct_|container_)?(?:ps|proc|process|pids?|pgrep|alive|tree)"):
             said = _alive(probe)
             verdict = said if verdict is None or said is not None else verdict
@@ -285,6 +291,10 @@ def _int(value: Mapping[str, Any], *keys: str) -> int | None:
 _TRAINER = re.compile(r"python|torchrun|train|accelerate|deepspeed|pt_main_thread|pt_elastic")
 
 
+# The agent and the supervisor are Python as well; that they live says nothing of the trainer.
+_OURS = re.compile(r"\.pyz\b|dflashctl/agent|supervis|python3? -c |networkd-dispatcher|unattended-upgr")
+
+
 def _alive(probe: Probe) -> bool | None:
     text = probe.text.strip()
     if re.search(
@@ -297,7 +307,7 @@ def _alive(probe: Probe) -> bool | None:
     if re.search(r"\b(?:alive|running|still up|up \d)", text, re.IGNORECASE):
         return True
     rows = [li.text for li in probe.lines if re.search(r"\d", li.text)]
-    trainers = [r for r in rows if _TRAINER.search(r)]
+    trainers = [r for r in rows if _TRAINER.search(r) and not _OURS.search(r)]
     if trainers:
         return not all(re.search(r"<defunct>|\sZ[a-z+<]*\s", r) for r in trainers)
     return False if rows else None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import mount_of, path_in
+from orchestrator.diag.text import Line
 
 FX_FLAG = (
     r"Detected that you are using FX to (?:symbolically trace|torch\.jit\.trace)[^\n]*",
@@ -173,13 +174,11 @@ def recompile_storm(e: Evidence) -> Iterator[Finding]:
     trainer's own recompile events, *again and again after the first steps*. Two at the warm-up are
     healthy."""
     hits = e.search(*RECOMPILE)
-    if not hits:
-        return
     start = _warm_line(e)
     late = [h for h in hits if h.line.source != "log" or h.line.number > start]
     sizes = [int(m[1]) for h in hits if (m := re.search(r"observed (\d+) distinct sizes", h.line.text))]
     named = [h for h in late if re.search(r"Recompiling function|\"recompile\"|\[(\d+)/(\d+)\]", h.line.text)]
-    counts = [s.recompiles for s in e.series.steps if s.recompiles is not None]
+    counts = [s.recompiles for s in e.progress if s.recompiles is not None]
     growing = len(counts) >= 4 and counts[-1] - counts[len(counts) // 4] >= 8
     growing_sizes = len(sizes) >= 2 and sizes[-1] > sizes[0] + 4
     functions = len({h.match[0] for h in named})
@@ -191,11 +190,14 @@ def recompile_storm(e: Evidence) -> Iterator[Finding]:
     )  # fmt: skip
     if not storm:
         return
+    shown: list[Hit | Line] = [*(late or hits)[:3], *(late or hits)[-1:]]
+    if growing and not shown:
+        shown = [e.progress[0].line, e.progress[-1].line]
     yield e.found(
         "compile.recompile_storm",
         "shapes keep changing and every new one compiles again"
         + (f": {sizes[-1]} distinct sizes" if sizes else f": {len(late)} recompiles after warm-up"),
-        [*(late or hits)[:3], *(late or hits)[-1:]],
+        shown,
         "pad to a few fixed lengths (buckets), drop or pad the last batch\n"
         "TORCH_LOGS=recompiles   # which guard, which dimension\n"
         "torch._dynamo.mark_dynamic(x, DIM); CUDA graphs: torch._inductor.config.triton."

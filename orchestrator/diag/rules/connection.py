@@ -8,6 +8,7 @@ from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import host_of
 
+WAY = r"ssh|connect|^pct|agent|tcp|ping|tail|exec"  # probes that tell of our own way in
 UNREACHABLE = (
     r"ssh: connect to host \S+ port \d+: (?:Connection timed out|Connection refused|No route to host"
     r"|Network is unreachable|Operation timed out|Host is down|Invalid argument)",
@@ -61,7 +62,7 @@ def host_key(e: Evidence) -> Iterator[Finding]:
     """OpenSSH 7 to 10 (``REMOTE HOST IDENTIFICATION HAS CHANGED``, ``Host key verification
     failed``), paramiko 2 to 5 (``BadHostKeyException``, RejectPolicy's ``not found in
     known_hosts``)."""
-    hits = e.search(*HOST_KEY)
+    hits = e.search(*HOST_KEY, named=WAY)
     if hits:
         host = host_of(hits) or "HOST"
         yield e.found(
@@ -79,7 +80,7 @@ def authentication(e: Evidence) -> Iterator[Finding]:
     """OpenSSH (``Permission denied (publickey)``; ``Load key … error in libcrypto`` is a damaged
     file), paramiko (``AuthenticationException``, ``No authentication methods available``). Not the
     bare ``Permission denied`` of files and devices."""
-    hits = e.search(*AUTH)
+    hits = e.search(*AUTH, named=WAY)
     if hits and not _went_in(e):
         host = host_of(hits) or "HOST"
         yield e.found(
@@ -96,12 +97,12 @@ def authentication(e: Evidence) -> Iterator[Finding]:
 def unreachable(e: Evidence) -> Iterator[Finding]:
     """OpenSSH and paramiko before any key is exchanged: DNS, TCP, banner. A key that is refused or
     differs proves that the host was reached, so those rules win."""
-    hits = e.search(*UNREACHABLE)
+    hits = e.search(*UNREACHABLE, named=WAY)
     hits += [h for h in e.search(r"gaierror|Name or service not known|Temporary failure in name resol")
              if _about_ssh(h.line.text) or "ssh" in h.line.source]  # fmt: skip
     hits += [h for h in e.search(r"Connection refused|No route to host|timed out", log=False)
              if h.line.source in ("probe:ssh", "probe:tcp_22", "probe:connect", "probe:ping")]  # fmt: skip
-    if not hits or e.search(*AUTH) or e.search(*HOST_KEY):
+    if not hits or e.search(*AUTH, named=WAY) or e.search(*HOST_KEY, named=WAY):
         return
     host = host_of(hits) or "HOST"
     yield e.found(

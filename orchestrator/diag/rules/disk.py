@@ -55,7 +55,7 @@ def full(e: Evidence) -> Iterator[Finding]:
         plain = [h for h in plain if not _CACHE.search(h.line.text) and h.line.source == "log"
                  and path_in(h.line.text)]  # fmt: skip
     writer = e.search(*WRITER)
-    thin = e.search(*THIN)
+    thin = e.search(*THIN, system=True)
     fulls = [m for m in e.probes.mounts if m.percent >= 99 and m.path not in ("/dev/shm", "/snap")
              and not m.path.startswith(("/snap/", "/sys", "/proc", "/boot"))]  # fmt: skip
     hits: list[Hit] = [*plain, *thin]
@@ -93,7 +93,7 @@ def _room_unknown(e: Evidence) -> bool:
 def readonly(e: Evidence) -> Iterator[Finding]:
     """Errno 30, 5 and 116; ext4's ``Remounting filesystem read-only``, block layer's ``I/O error,
     dev sda``; a network mount that went stale."""
-    hits = [h for h in e.search(*READONLY) if not re.search(r"\btty\b|pty|console|NVRM", h.line.text)
+    hits = [h for h in e.search(*READONLY, system=True) if not re.search(r"\btty\b|pty|console|NVRM", h.line.text)
             and not _CACHE.search(h.line.text)]  # fmt: skip
     log = [h for h in hits if h.line.source == "log"]
     if not log and not _writes_failed(e, hits):

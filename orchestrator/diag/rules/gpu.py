@@ -134,10 +134,10 @@ def xid(e: Evidence) -> Iterator[Finding]:
     """``NVRM: Xid (PCI:0000:db:00): 48, pid=…`` in the host's kernel log. 13, 31, 43, 45 and 69 come
     from the program (an illegal access): there the program's error leads, and the Xid is a remark."""
     lines: list[tuple[Line, int]] = []
-    for hit in e.search(_XID):
+    for hit in e.search(_XID, system=True):
         number = int(hit[2] or hit[3])
         lines.append((hit.line, number))
-    lost = e.search(*LOST)
+    lost = e.search(*LOST, system=True)
     if not lines and not lost:
         return
     hardware = [(li, n) for li, n in lines if XIDS.get(n, ("", True))[1]]
@@ -190,8 +190,12 @@ def _advancing(e: Evidence) -> bool:
 
 
 def _unrelated(e: Evidence) -> bool:
-    """The run died of something that no card can cause."""
-    return bool(e.raised(r"ModuleNotFoundError|FileNotFoundError|JSONDecodeError|KeyboardInterrupt"))
+    """The run died of an exception that no card can cause."""
+    errors = [f for f in e.errors if f.headed and f.line.source == "log" and not e.recovered(f.line)]
+    return bool(errors) and not any(
+        re.search(r"(?i)cuda|nccl|nvml|gpu|device|cudnn|cublas|watchdog|DataLoader|timeout|timed out", f.text)
+        for f in errors
+    )
 
 
 def illegal_access(e: Evidence) -> Iterator[Finding]:
@@ -252,7 +256,7 @@ _REASONS = (
 def throttled(e: Evidence) -> Iterator[Finding]:
     """nvidia-smi's clock event reasons (``SW Power Cap : Active``), or a busy card far below its
     sisters' or its own maximum clock."""
-    hits = [h for h in e.search(*_REASONS) if "Not Active" not in h.line.text]
+    hits = [h for h in e.search(*_REASONS, system=True) if "Not Active" not in h.line.text]
     # A power cap that costs little is every full card's daily life: it needs low clocks or a slow run.
     hot = [h for h in hits if not re.search(r"SW Power Cap|Sync Boost|0x0+4\b", h.match[0])]
     slow = _slow_clocks(e)

@@ -68,9 +68,11 @@ BUSY = (
 def mismatch(e: Evidence) -> Iterator[Finding]:
     """CUDA error 803 and NVML's ``Driver/library version mismatch`` (the host's module was upgraded,
     the container's library was not, or the reverse), NVRM's ``API mismatch``, 804 and 35."""
-    hits = e.search(*MISMATCH)
-    if not hits:
-        return
+    hits = e.search(*MISMATCH, system=True)
+    if not hits or not (
+        e.search(*MISMATCH) or e.search(*NONE, *UNKNOWN_INIT, *DRIVER_MISSING)
+    ):
+        return  # the kernel's own word on some other process
     old = any("too old" in h.line.text or "insufficient" in h.line.text for h in hits)
     versions = e.probes.search(r"NVML library version|NVRM version|client has|Kernel Module|Driver Version")
     number = container_of(e)

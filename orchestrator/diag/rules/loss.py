@@ -129,8 +129,7 @@ def _dead(points: Sequence[tuple[Step, float]]) -> bool:
 
 def _points(e: Evidence) -> list[tuple[Step, float]]:
     """Finite losses of the last attempt, of one rank if ranks report apart."""
-    steps = e.series.losses()
-    steps = [s for s in steps if s.number > e.outcome.attempt_line] or steps
+    steps = [s for s in e.progress if s.loss is not None]
     ranks = {s.line.rank for s in steps}
     if len(ranks) > 1:
         first = steps[0].line.rank

@@ -32,7 +32,7 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
     if e.outcome.state in ("finished", "running"):
         return
     number = container_of(e)
-    kernel: list[Line] = [h.line for h in e.search(*OOM_KERNEL)]
+    kernel: list[Line] = [h.line for h in e.search(*OOM_KERNEL, system=True)]
     if number != "CT":
         foreign = [li for li in kernel if re.search(r"/lxc(?:\.payload\.|/)\d+", li.text)
                    and not re.search(rf"/lxc(?:\.payload\.|/){number}\b", li.text)]  # fmt: skip
@@ -57,6 +57,8 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
     by_kill = bool(worker) or (
         record is not None and (record.signal == 9 or 137 in (record.code, record.shell, *record.pipe))
     )
+    if record is not None and record.code is not None and not by_kill and not said:
+        return  # it ended by a code of its own: these kills are somebody else's or long past
     if counters and not _full_story(counters, kernel, by_kill, e):
         counters = []
     if kernel and not by_kill and _other_reason(e):
@@ -112,7 +114,7 @@ PINNED = (
 def pinned(e: Evidence) -> Iterator[Finding]:
     """NCCL's ``Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory``, libibverbs'
     ``RLIMIT_MEMLOCK is 65536 bytes``; ``ulimit -l`` small. Free memory is not the matter."""
-    hits = e.search(*PINNED)
+    hits = e.search(*PINNED, system=True)
     if not hits:
         return
     limit = [p.lines[0] for p in e.probes.named(r"ulimit_?l|memlock")

@@ -94,7 +94,7 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
     that stops in mid-step."""
     if e.outcome.state == "finished" or _lives(e):
         return
-    ended: list[Hit | Line] = list(e.search(*TMUX_ENDED))
+    ended: list[Hit | Line] = list(e.search(*TMUX_ENDED, system=True))
     gone = [h for h in e.search(*TMUX_GONE) if _tmux(h)]
     hangup = e.search(*HANGUP)
     record = e.outcome.exit
@@ -102,7 +102,8 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
         ended.append(record.line)
     session_lives = e.probes.has(r"^\S+: \d+ windows? \(created")
     strong = ended or (hangup and not session_lives)
-    silent_end = gone and e.outcome.last_step_line and not e.errors and e.outcome.ended is None
+    own_end = record is not None and record.code is not None
+    silent_end = gone and not own_end and e.outcome.last_step_line and not e.errors and e.outcome.ended is None
     if not (strong or silent_end):
         return
     yield e.found(

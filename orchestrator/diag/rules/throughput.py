@@ -9,7 +9,7 @@ from statistics import median
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.probes import Probe
-from orchestrator.diag.steps import Step
+from orchestrator.diag.steps import Series, Step
 from orchestrator.diag.text import Line
 
 STARVED = (
@@ -35,9 +35,7 @@ def collapse(e: Evidence) -> Iterator[Finding]:
     """The last lines' median rate below half of the run's own best stretch, or below six tenths of
     the predecessor's or the plan's. Warm-up, one slow line round a checkpoint, and a rate that came
     back are healthy."""
-    rates = [(s, r) for s, r in e.series.rates() if r > 0 and s.number > e.outcome.attempt_line]
-    if len(rates) < 4:
-        rates = [(s, r) for s, r in e.series.rates() if r > 0]
+    rates = [(s, r) for s, r in Series(e.progress).rates() if r > 0]
     if len(rates) < 3:
         return
     values = [r for _, r in rates]
@@ -196,7 +194,7 @@ def _waits(e: Evidence) -> tuple[str, str]:
 
 
 def _idle_steps(e: Evidence) -> list[Step]:
-    return [s for s in e.series.steps if s.target_idle is not None or s.drafter_idle is not None]
+    return [s for s in e.progress if s.target_idle is not None or s.drafter_idle is not None]
 
 
 def _seconds(hit: Hit) -> float | None:
