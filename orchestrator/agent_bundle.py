@@ -1,8 +1,8 @@
 """The agent as it travels: one zipapp, named by the sha256 of its bytes.
 
-It holds ``orchestrator/agent``, ``orchestrator/paths.py`` and the part of the installed libtmux that
-runs tmux commands. The same sources give the same bytes on every machine, so that two laptops with
-the same version share one program in the container.
+It holds ``orchestrator/agent``, ``orchestrator/paths.py`` and the part of the installed libtmux
+that runs tmux commands. The same sources give the same bytes on every machine, so that two laptops
+with the same version share one program in the container.
 """
 
 from __future__ import annotations

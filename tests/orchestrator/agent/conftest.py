@@ -36,7 +36,7 @@ class Peer:
         self,
         workdir: Path,
         *,
-        send_program: bool = True,
+        send_program: bool | None = None,
         python: str = sys.executable,
         environment: dict[str, str] | None = None,
     ) -> None:
@@ -63,6 +63,9 @@ class Peer:
         ]
         for reader in self._readers:
             reader.start()
+        if send_program is None:
+            there = workdir / "dflashctl" / "agent" / f"{bundle().digest}.pyz"
+            send_program = not there.exists()
         self.introduce(send_program)
 
     def introduce(self, send_program: bool) -> None:
@@ -183,10 +186,20 @@ class Peer:
 Start = Callable[..., Peer]
 
 
+@pytest.fixture(scope="session")
+def warm_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the program, compiled: what a container has from its second use on."""
+    folder = tmp_path_factory.mktemp("warm")
+    assert Peer(folder).close() == 0
+    return folder / "dflashctl" / "agent"
+
+
 @pytest.fixture
-def workdir(tmp_path: Path) -> Path:
+def workdir(tmp_path: Path, warm_program: Path) -> Path:
     folder = tmp_path / "work"
-    folder.mkdir()
+    (folder / "dflashctl").mkdir(parents=True)
+    (folder / "dflashctl").chmod(0o700)
+    shutil.copytree(warm_program, folder / "dflashctl" / "agent")
     return folder
 
 
@@ -260,19 +273,10 @@ class Runs:
         return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="session")
-def warm_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the program, compiled: what a container has from its second use on."""
-    folder = tmp_path_factory.mktemp("warm")
-    assert Peer(folder).close() == 0
-    return folder / "dflashctl" / "agent"
-
-
 @pytest.fixture
-def runs(agents: Start, workdir: Path, warm_program: Path) -> Iterator[Runs]:
+def runs(agents: Start, workdir: Path) -> Iterator[Runs]:
     if shutil.which("tmux") is None:
         pytest.skip("needs tmux")
-    shutil.copytree(warm_program, workdir / "dflashctl" / "agent")
     # Not below tmp_path: the path of a socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="dfl") as sockets:
         made = Runs(agents, workdir, Path(sockets))

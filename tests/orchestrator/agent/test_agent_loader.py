@@ -21,6 +21,14 @@ from orchestrator.agent_bundle import bundle
 OLD_PYTHONS = sorted(Path("/root/.pyenv/versions").glob("3.[6-9].*/bin/python"))
 
 
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    """A container that has never seen the agent."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
 def programs(workdir: Path) -> set[str]:
     return {path.name for path in (workdir / "dflashctl/agent").iterdir()}
 

@@ -19,6 +19,7 @@ FAKE_FREE = ("now", "date", "boot_id", "df", "mounts", "ps", "loadavg", "ulimits
 
 
 @pytest.mark.parametrize("side", ["container", "host"])
+@pytest.mark.slow
 def test_every_probe_answers_and_none_fails_the_others(agent: Any, side: str) -> None:
     head, frames = agent.finish(agent.send("probe", side=side, ct=200))
     probes = head["result"]["probes"]

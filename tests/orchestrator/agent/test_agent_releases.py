@@ -235,7 +235,7 @@ def test_a_push_cut_at_any_byte_leaves_the_old_release_and_nothing_half_made(
     old = push(first, old_files)
     first.close()
     new_files = {b"%d" % number: chance.randbytes(20_000) for number in range(60)}
-    victim = agents(send_program=False)
+    victim = agents()
     pusher = Pusher(victim, new_files)
     if seed % 2:
         # While the blobs travel.
@@ -250,7 +250,7 @@ def test_a_push_cut_at_any_byte_leaves_the_old_release_and_nothing_half_made(
     time.sleep(chance.random() * 0.02)
     victim.process.kill()
     victim.process.wait()
-    survivor = agents(send_program=False)
+    survivor = agents()
     releases = {one["release"] for one in survivor.call("release.list")["releases"]}
     assert old["release"] in releases
     assert content(old["path"]) == old_files
@@ -271,7 +271,7 @@ def test_a_cut_push_goes_on_where_it_was(agents: Any) -> None:
     head, _ = victim.frames[number].get(timeout=30)
     assert head["ack"] == 10_500
     victim.close()
-    again = Pusher(agents(send_program=False), files)
+    again = Pusher(agents(), files)
     assert len(again.answer["missing"]) == 10
 
 

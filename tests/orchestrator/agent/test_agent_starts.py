@@ -36,7 +36,7 @@ def supervisors(run_id: str) -> int:
 def test_a_retry_after_a_lost_answer_starts_nothing(runs: Any) -> None:
     run_id = runs.new_id()
     first = runs.start("sleep", "60", run_id=run_id)
-    other = runs.new_agent(send_program=False)
+    other = runs.new_agent()
     again = other.call("run.start", run_id=run_id, command=["sleep", "60"], name=run_id)
     assert not first["already"] and again["already"]
     assert again["supervisor"]["child"] == first["supervisor"]["child"]
@@ -61,7 +61,7 @@ def test_an_agent_killed_at_any_moment_of_a_start_never_makes_two(runs: Any, see
     chance = random.Random(seed)
     run_id = runs.new_id()
     for _ in range(3):
-        victim = runs.new_agent(send_program=False)
+        victim = runs.new_agent()
         victim.hello()
         victim.send("run.start", run_id=run_id, command=["sleep", "60"], name="n")
         time.sleep(chance.random() * 0.08)
@@ -74,7 +74,7 @@ def test_an_agent_killed_at_any_moment_of_a_start_never_makes_two(runs: Any, see
 
 
 def test_two_people_launching_at_once_get_one_run(runs: Any) -> None:
-    agents = [runs.new_agent(send_program=False) for _ in range(4)]
+    agents = [runs.new_agent() for _ in range(4)]
     for agent in agents:
         agent.hello()
     answers: list[dict[str, Any]] = []
@@ -118,7 +118,7 @@ def test_the_environment_is_the_containers_and_the_given_one(runs: Any) -> None:
     runs.environment |= {"OLD": "server"}
     runs.start("sleep", "60")
     runs.environment.pop("OLD")
-    agent = runs.new_agent(send_program=False)
+    agent = runs.new_agent()
     run_id = runs.new_id()
     odd = {"QUOTED": "a'b\"c$(id)`id`\n;", "EMPTY": "", "LANG": "C", "LD_LIBRARY_PATH": "/x"}
     words = [sys.executable, "-c", SHOW]
@@ -138,7 +138,7 @@ def test_without_a_utf8_locale_the_run_gets_one(runs: Any) -> None:
         "LC_ALL": "C",
         "TMUX_TMPDIR": runs.environment["TMUX_TMPDIR"],
     }
-    runs.agent = runs.new_agent(send_program=False)
+    runs.agent = runs.new_agent()
     run = runs.python("import os; print(os.environ['LC_ALL'], 'ü')")
     runs.ending(run)
     assert Path(run["log"]).read_text() == "C.UTF-8 ü\n"
@@ -248,7 +248,7 @@ def test_an_ended_run_can_be_removed_a_live_one_not(runs: Any) -> None:
 
 
 def test_a_start_cut_in_its_input_leaves_no_run(runs: Any) -> None:
-    agent = runs.new_agent(send_program=False)
+    agent = runs.new_agent()
     agent.hello()
     number = agent.send("run.start", run_id="cut-1", command=["true"], more=True)
     agent.write(encode({"id": number, "more": True}, b"half a diff"))

@@ -30,7 +30,7 @@ def lines(run: dict[str, Any]) -> list[str]:
     return [line for path in (*rotated, log) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("code", [0, 1, 3, 77, 127, 255])
+@pytest.mark.parametrize("code", [0, 3, 255])
 def test_the_exit_code_is_the_commands_own(runs: Any, code: int) -> None:
     run = runs.start("bash", "-c", f"echo out; echo err >&2; exit {code}")
     end = runs.ending(run)
@@ -39,7 +39,7 @@ def test_the_exit_code_is_the_commands_own(runs: Any, code: int) -> None:
     assert lines(run)[:2] == ["out", "err"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_death_by_a_signal_is_told_from_an_exit_code(runs: Any, number: signal.Signals) -> None:
     end = runs.ending(runs.start("bash", "-c", f"kill -{int(number)} $$"))
     assert (end["exit_code"], end["signal"], end["reason"]) == (None, int(number), "failed")
@@ -101,8 +101,9 @@ def remove_socket(runs: Any, run: dict[str, Any]) -> None:
     next(runs.sockets.glob("tmux-*/default")).unlink()
 
 
-FAULTS = [kill_server, kill_server_hard, kill_session, kill_pane_process, hang_up, freeze_server]
-FAULTS += [remove_socket]
+QUICK = [kill_server, kill_pane_process, remove_socket]
+OTHERS = [kill_server_hard, kill_session, hang_up, freeze_server]
+FAULTS = [*QUICK, *(pytest.param(fault, marks=pytest.mark.slow) for fault in OTHERS)]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
@@ -165,6 +166,7 @@ def test_output_that_is_no_text_is_stored_untouched(runs: Any) -> None:
     assert Path(run["log"]).read_bytes() == bytes(range(256)) * 100 + b"\r50%\r100%"
 
 
+@pytest.mark.slow
 def test_a_log_that_someone_removed_goes_on_in_a_new_file(runs: Any) -> None:
     run = runs.python(COUNT.format(count=200, pause=0.02))
     runs.says(run, "line 3")
@@ -263,6 +265,7 @@ time.sleep(60)
     assert runs.ending(run)["stop"]["who"] == "ann"
 
 
+@pytest.mark.slow
 def test_stop_reaches_children_that_left_their_parents(runs: Any) -> None:
     script = """
     (setsid setsid sleep 600 & ) ; (setsid nohup bash -c 'trap "" INT TERM; sleep 600' &)
@@ -342,6 +345,7 @@ def on(runs: Any, folder: Path) -> None:
     runs.agent = runs.new_agent(workdir=folder)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_neither_the_run_nor_its_record(runs: Any, small_disk: Path) -> None:
     on(runs, small_disk)
     run = runs.python(COUNT.format(count=100, pause=0.02))
@@ -358,6 +362,7 @@ def test_a_full_disk_stops_neither_the_run_nor_its_record(runs: Any, small_disk:
     runs.agent.close()
 
 
+@pytest.mark.slow
 def test_on_a_disk_that_stays_full_the_end_is_still_recorded(runs: Any, small_disk: Path) -> None:
     on(runs, small_disk)
     code = """
@@ -379,6 +384,7 @@ raise SystemExit(3)
     runs.agent.close()
 
 
+@pytest.mark.slow
 def test_lost_output_is_counted_and_told_where_it_is_missing(runs: Any, small_disk: Path) -> None:
     on(runs, small_disk)
     code = """
@@ -406,6 +412,7 @@ print("the last line", flush=True)
     runs.agent.close()
 
 
+@pytest.mark.slow
 def test_the_heartbeat_beats(runs: Any) -> None:
     run = runs.start("sleep", "60")
     path = Path(run["run_dir"], "heartbeat.json")

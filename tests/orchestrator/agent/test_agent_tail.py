@@ -203,7 +203,7 @@ def test_nothing_is_lost_or_doubled_over_rotations_and_cut_links(
     received = bytearray()
     cursor = None
     while not received.endswith(b"end\n"):
-        agent = agents(send_program=cursor is None)
+        agent = agents()
         number = agent.send("tail", files=[str(path)], cursors=[cursor])
         for _ in range(chance.randrange(5, 60)):
             head, payload = agent.receive(number)
@@ -243,6 +243,7 @@ for n in range(4000):
     assert notices(frames).count("rotated") > 3
 
 
+@pytest.mark.slow
 def test_since_gives_what_came_later(runs: Any) -> None:
     run = runs.python("import time\nprint('old')\ntime.sleep(1.5)\nprint('new')")
     runs.says(run, "old")
