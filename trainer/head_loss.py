@@ -14,7 +14,7 @@ M = slots, R = rows that count, V = vocabulary, H = width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,17 @@ def torch_softmax_gradient_(
     return logp, best
 
 
+class Chunk(NamedTuple):
+    """What a chunk of rows gives."""
+
+    slope: Tensor
+    """[R, H]: the gradient of -log q with respect to the hidden states."""
+    logp: Tensor
+    """f32 [R]"""
+    best: Tensor
+    """i64 [R]"""
+
+
 class ChunkedHeadLoss:
     """The fast one: ``chunk`` rows at a time, in the type of ``hidden``."""
 
@@ -109,29 +120,22 @@ class ChunkedHeadLoss:
         weight_of: WeightOf,
         logits_scale: LogitsScale,
     ) -> HeadResult:
-        slope, logp, best = self._finish_rows(hidden.detach(), head, rows, labels, logits_scale)
+        parts = [
+            self._finish(hidden.detach().index_select(0, some), head, wanted, logits_scale)
+            for some, wanted in zip(rows.split(self.chunk), labels.split(self.chunk), strict=True)
+        ]
+        slope, logp, best = (torch.cat(kind) for kind in zip(*parts, strict=True))
         weight = weight_of(logp)
         loss = _Weighted.apply(hidden, slope, rows, logp, weight)
         return HeadResult(loss, weight, best)
 
-    def _finish_rows(
-        self, hidden: Tensor, head: Tensor, rows: Tensor, labels: Tensor, logits_scale: LogitsScale
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Unweighted gradients [R, H], log-probabilities [R] and choices [R] of ``rows``."""
-        slope = hidden.new_empty(rows.numel(), hidden.shape[1])
-        logp, best = [], []
-        buffer = hidden.new_empty(min(self.chunk, rows.numel()), head.shape[0])
-        for start in range(0, rows.numel(), self.chunk):
-            part = slice(start, start + self.chunk)
-            some = hidden.index_select(0, rows[part])
-            logits = torch.mm(some, head.T, out=buffer[: some.shape[0]])
-            likely, choice = self.softmax_gradient(logits, labels[part], logits_scale)
-            torch.mm(logits, head, out=slope[part])
-            logp.append(likely)
-            best.append(choice)
-        if not logp:
-            return slope, hidden.new_empty(0, dtype=torch.float32), rows
-        return slope, torch.cat(logp), torch.cat(best)
+    def _finish(
+        self, hidden: Tensor, head: Tensor, labels: Tensor, logits_scale: LogitsScale
+    ) -> Chunk:
+        # One chunk of logits at a time: the allocator hands the same memory out again.
+        logits = hidden @ head.T
+        logp, best = self.softmax_gradient(logits, labels, logits_scale)
+        return Chunk(logits @ head, logp, best)
 
 
 class _Weighted(torch.autograd.Function):
@@ -160,10 +164,24 @@ CHUNK_ROWS = 3072
 vocabulary of 151,936."""
 
 
-def fast_head_loss(device: torch.device, chunk: int = CHUNK_ROWS) -> ChunkedHeadLoss:
-    """The chunked loss with the device's best softmax."""
+Precision = Literal["bf16", "fp8"]
+
+
+def fast_head_loss(
+    device: torch.device, head: Tensor | None = None, precision: Precision = "bf16"
+) -> HeadLoss:
+    """The chunked loss with the device's best softmax.
+
+    ``fp8`` multiplies by an fp8 copy of ``head`` (needed then) on a GPU that can; the loss moves by
+    about 1e-3 of itself (``benchmarks/README.md``). A CPU stays at full precision.
+    """
     if device.type != "cuda":
-        return ChunkedHeadLoss(torch_softmax_gradient_, chunk)
+        return ChunkedHeadLoss(torch_softmax_gradient_, CHUNK_ROWS)
+    if precision == "fp8":
+        from trainer.kernels.fp8_head import Fp8HeadLoss
+
+        assert head is not None
+        return Fp8HeadLoss(head, CHUNK_ROWS)
     from trainer.kernels.cross_entropy import softmax_gradient_
 
-    return ChunkedHeadLoss(softmax_gradient_, chunk)
+    return ChunkedHeadLoss(softmax_gradient_, CHUNK_ROWS)

@@ -13,7 +13,12 @@ from trainer.data.batch import Batch
 from trainer.drafter.config import FULL, SLIDING, Dflash2Config, DrafterConfig
 from trainer.drafter.mask import MaskBuilder, kernels_take, masks_for, tile_lists
 from trainer.drafter.model import Drafter
-from trainer.head_loss import fast_head_loss, torch_softmax_gradient_
+from trainer.head_loss import (
+    HeadLoss,
+    fast_head_loss,
+    reference_head_loss,
+    torch_softmax_gradient_,
+)
 from trainer.objective import DrafterLoss, FrozenTarget, ObjectiveConfig
 
 pytestmark = [
@@ -144,7 +149,7 @@ def test_fast_step_equals_the_dense_one(second: bool, attention: str) -> None:
         ObjectiveConfig(),
         fast_masks,
         forward=compiled(fast.forward, "drafter"),
-        head_loss=fast_head_loss(torch.device("cuda"), chunk=256),
+        head_loss=fast_head_loss(torch.device("cuda")),
     )(batch, features)
     assert away(got.loss.detach(), wanted.loss.detach()) < 5e-3
     assert torch.equal(got.count, wanted.count)
@@ -153,3 +158,20 @@ def test_fast_step_equals_the_dense_one(second: bool, attention: str) -> None:
     for (name, a), b in zip(fast.named_parameters(), plain.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
         assert away(a.grad, b.grad) < 0.05, name
+
+
+def test_fp8_head_keeps_loss_and_gradient_near_the_reference() -> None:
+    torch.manual_seed(0)
+    head = torch.randn(4_096, 512, device="cuda").bfloat16() * 0.05
+    hidden = torch.randn(700, 512, device="cuda").bfloat16().requires_grad_()
+    rows, labels = torch.arange(0, 700, 2), torch.randint(0, 4_096, (350,))
+    rows, labels = rows.cuda(), labels.cuda()
+
+    def run(loss: HeadLoss) -> tuple[Tensor, Tensor]:
+        got = loss(hidden, head, rows, labels, torch.ones_like, (1.0, None))
+        return got.loss.detach(), torch.autograd.grad(got.loss, hidden)[0]
+
+    wanted = run(reference_head_loss)
+    found = run(fast_head_loss(torch.device("cuda"), head, "fp8"))
+    assert away(found[0], wanted[0]) < 1e-3
+    assert away(found[1], wanted[1]) < 0.05

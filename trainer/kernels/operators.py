@@ -231,13 +231,13 @@ def slot_attention_gradient(
     attention.query_gradient_kernel[(triton.cdiv(slots, tile), rows * kv_heads)](
         query, key, value, own_key, own_value, low, high, own_low, own_high, out, lse, d_out,
         d_query, d_own_key, d_own_value, delta, slope, scale, length, slots,
-        **shared, D=width, T=tile, BN=KEY_TILE, num_warps=8, num_stages=2,
+        **shared, D=width, T=tile, BN=KEY_TILE, num_warps=8, num_stages=3,
     )  # fmt: skip
     attention.key_gradient_kernel[(rows * kv_heads, triton.cdiv(length, KEY_GRADIENT_TILE))](
         query, key, value, low, high, lse, delta, d_out, ranges, d_key, d_value,
         slope, scale, length, slots,
         **shared, D=width, T=KEY_ROW_TILE // padded, BN=KEY_GRADIENT_TILE,
-        num_warps=8, num_stages=2,
+        num_warps=8, num_stages=3,
     )  # fmt: skip
     return d_query, d_key, d_value, d_own_key, d_own_value
 
