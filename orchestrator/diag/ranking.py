@@ -123,10 +123,15 @@ def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
                 (i for i, r in enumerate(roots) for c in effects if c is not effect
                  and explains(c, effect) and explains(r, c)), 0)  # fmt: skip
         children.setdefault(cause, []).append(effect)
-    return tuple(
-        replace(root, consequences=tuple(sorted(children.get(i, []), key=_order)))
-        for i, root in enumerate(roots)
-    )
+    whole = [_with(root, children.get(i, [])) for i, root in enumerate(roots)]
+    return tuple(sorted(whole, key=lambda f: ORDER[f.severity]))
+
+
+def _with(root: Finding, effects: list[Finding]) -> Finding:
+    """A cause is as grave as the worst that came of it."""
+    worst = min([root, *effects], key=lambda f: ORDER[f.severity]).severity
+    ordered = tuple(sorted(effects, key=_order))
+    return replace(root, severity=worst, consequences=ordered)
 
 
 def _order(finding: Finding) -> tuple[int, int, int, float]:

@@ -8,6 +8,7 @@ from statistics import median
 
 from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding
+from orchestrator.diag.flight import first_mismatch, read_dumps
 from orchestrator.diag.probes import Probe
 from orchestrator.diag.stacks import odd_one_out
 from orchestrator.diag.text import DEFAULT_YEAR, Line
@@ -45,10 +46,15 @@ def hang(e: Evidence) -> Iterator[Finding]:
     if not e.series and not _spoke(e):
         return
     odd = odd_one_out(e.probes)
+    recorded = first_mismatch(read_dumps(e.probes))
     waiting = _waiting(e)
     title = f"no step and no log line for {_duration(silence)}"
+    if recorded is not None:
+        title += f"; {recorded.text}"
     if odd is not None:
         title += f"; the odd one out is {odd.who}: {odd.where}"
+        if odd.moved is not None:
+            title += " (it moved between two samples)" if odd.moved else " (it did not move)"
     elif waiting:
         title += f"; the odd one out is rank {waiting}"
     elif (gpu := _idle_gpu(e)) is not None:

@@ -169,10 +169,9 @@ def shm_full(e: Evidence) -> Iterator[Finding]:
             "shm.full",
             "/dev/shm is too small" + (f" ({mounts[0].size}, {mounts[0].percent} % used)" if full else ""),
             [*hits[:3], *weak[:1], *full[:1]],
-            f"on the host: pct set {container_of(e)} --mp9 … is not needed; add to "
-            f"/etc/pve/lxc/{container_of(e)}.conf:\n"
+            f"on the host, in /etc/pve/lxc/{container_of(e)}.conf (then pct reboot):\n"
             "lxc.mount.entry: tmpfs dev/shm tmpfs rw,nosuid,nodev,create=dir,size=32G 0 0\n"
-            "then pct reboot; leftovers of dead runs: ls -la /dev/shm; rm /dev/shm/nccl-* /dev/shm/torch_*\n"
+            "leftovers of dead runs: ls -la /dev/shm; rm /dev/shm/nccl-* /dev/shm/torch_*\n"
             "or fewer loader workers (num_workers, prefetch_factor)",
             confidence=0.93 if hits else 0.8,
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
+from orchestrator.diag.flight import first_mismatch, read_dumps
 
 TIMEOUT = (
     r"Watchdog caught collective operation timeout",
@@ -164,6 +165,7 @@ def timeout(e: Evidence) -> Iterator[Finding]:
     WorkNCCL(SeqNum=…, OpType=ALLREDUCE …)``), the heartbeat monitor, gloo's ``Timed out waiting``,
     ``monitoredBarrier``. The rank that does *not* complain is the suspect."""
     hits = e.search(*TIMEOUT)
+    recorded = first_mismatch(read_dumps(e.probes))
     if not hits or all(e.recovered(h.line) for h in hits):
         return
     ranks = {h.line.rank for h in hits if h.line.rank is not None}
@@ -174,19 +176,22 @@ def timeout(e: Evidence) -> Iterator[Finding]:
     if work:
         (sequence, kind), _ = work.most_common(1)[0]
         title += f": {kind} number {sequence}"
+    if recorded is not None:
+        title += f"; {recorded.text}"
+        silent = []
     odd = [k for k in work if k[1] != next(iter(work))[1]]
     if odd:
         title += f"; the ranks disagree on which: {', '.join(sorted({k[1] for k in work}))}"
     if ranks and silent and len(silent) <= max(2, world // 2):
         title += f"; rank {', '.join(map(str, silent))} never arrived"
-    elif ranks:
+    elif ranks and recorded is None:
         title += f"; waiting were ranks {', '.join(map(str, sorted(ranks)))}"
     yield e.found(
         "nccl.timeout",
         title,
-        hits[:4],
+        [*hits[:4], *(e.probes.named(r"flight|fr_?(?:dump|trace)|nccl_trace")[:1] if recorded else [])],
         "what was the missing rank doing? look at its last lines and: py-spy dump --pid PID\n"
-        "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1   # flight recorder\n"
+        "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1   # flight recorder, a dump a rank\n"
         "python -m torch.distributed.flight_recorder.fr_trace DIR   # or: dflashctl diag\n"
         "a rank that does long work alone (evaluation, checkpoint): barrier with a longer timeout",
         confidence=0.85,

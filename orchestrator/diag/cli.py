@@ -1,0 +1,79 @@
+"""The offline half of ``dflashctl diag``: a saved log, saved probes, a bundle."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from orchestrator.diag.bundle import read_bundle, write_bundle
+from orchestrator.diag.diagnosis import diagnose
+from orchestrator.diag.evidence import Evidence
+from orchestrator.diag.finding import Report
+from orchestrator.diag.report import render
+from orchestrator.errors import NotFoundError, UsageError
+
+
+def offline(
+    log: Path | None = None,
+    probes: Path | None = None,
+    bundle: Path | None = None,
+    *,
+    as_json: bool = False,
+    save: Path | None = None,
+    addresses: bool = False,
+) -> int:
+    """Diagnose what was saved and print it; the exit code, 1 if something fatal was found.
+
+    ``bundle`` is read instead of ``log`` and ``probes``; ``save`` writes one of what was read.
+    """
+    evidence, values = read_saved(log, probes, bundle)
+    report = diagnose(evidence)
+    if save is not None:
+        write_bundle(save, log=log, probes=values, report=report, addresses=addresses)
+    show(report, as_json=as_json)
+    return report.exit_code
+
+
+def read_saved(
+    log: Path | None, probes: Path | None = None, bundle: Path | None = None
+) -> tuple[Evidence, dict[str, Any]]:
+    """Evidence from files; ``NotFoundError`` or ``UsageError`` if they are not there or no such."""
+    if bundle is not None:
+        if not bundle.is_file():
+            raise NotFoundError(f"--bundle {bundle}: no such file", next_step="give a bundle")
+        held = read_bundle(bundle)
+        return Evidence.from_text(held.log, held.probes), held.probes
+    if log is not None and not log.is_file():
+        raise NotFoundError(f"--log {log}: no such file", next_step="give a saved log")
+    values = read_probes(probes)
+    return Evidence.from_log(log, values), values
+
+
+def read_probes(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    if not path.is_file():
+        raise NotFoundError(f"--probes {path}: no such file", next_step="give a file of saved probes")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(
+            f"--probes {path} is not JSON: {error}", next_step="give a JSON object: name to text"
+        ) from None
+    if not isinstance(values, dict):
+        raise UsageError(f"--probes {path} is no JSON object", next_step="give names with their texts")
+    return values
+
+
+def show(report: Report, *, as_json: bool) -> None:
+    """JSON on one line, else text as wide as the terminal."""
+    if as_json:
+        print(json.dumps(report.as_dict(), ensure_ascii=True), flush=True)
+        return
+    from shutil import get_terminal_size
+
+    colour = sys.stdout.isatty()
+    width = min(get_terminal_size((80, 24)).columns, 120) if colour else 80
+    print(render(report, width=width, colour=colour), end="", flush=True)
