@@ -12,7 +12,6 @@ they are passed to the objective and to decoding and are never part of the state
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple, cast
 
@@ -208,25 +207,6 @@ class Drafter(nn.Module):
                 module.reset_parameters()
             elif isinstance(module, dflash2.CandidateSelector):
                 module.reset_parameters(deviation)
-
-    @torch.no_grad()
-    def calm_start(self, embedding: Tensor, head: Tensor) -> float:
-        """Lower a fresh final norm until a bare mask embedding's largest logit is ¾ ln V.
-
-        A head tied to an embedding of large norm answers a slot that is still a mask with the mask
-        token itself, at logits of 60 to 100; the first loss is then 25 to 39 instead of ln V (10.8
-        for SmolLM2). Returns the norm's new weight, 1 where nothing had to be done.
-        ``embedding`` and ``head`` [V, H] are the target's.
-        """
-        mask = torch.tensor([self.config.mask_token_id], device=embedding.device)
-        slot = self.embed(mask, embedding).float()
-        slot = slot * torch.rsqrt(slot.square().mean() + self.config.rms_norm_eps)
-        largest = float(self.logits(slot, head.float()).abs().max())
-        # exp of it is V^¾: the one wrong token then takes a small part of the softmax.
-        limit = 0.75 * math.log(self.config.vocab_size)
-        scale = limit / max(largest, limit)
-        self.norm.weight.fill_(scale)
-        return scale
 
     def forward(
         self,
