@@ -16,8 +16,9 @@ from orchestrator.cli.session import Session, open_session
 from orchestrator.errors import DflashctlError, UsageError
 from orchestrator.paths import LaptopPaths
 from orchestrator.playbook.book import BoundStep, available, find, load
-from orchestrator.playbook.perform import Stage
+from orchestrator.playbook.perform import functions
 from orchestrator.playbook.runner import Result, describe, resume_argv, run, start_index
+from orchestrator.playbook.stage import Stage
 from orchestrator.run import RunRef
 from orchestrator.target import Target
 
@@ -70,7 +71,7 @@ def play(
     with open_session(inventory) as session:
         chosen = _targets(session, targets, host, ct, run_id)
         stage = _stage(session, chosen, run_id, as_json)
-        for result in run(steps, stage.functions(), first):
+        for result in run(steps, functions(stage), first):
             _tell(result, max(len(step.name) for step in steps), as_json)
             if result.error is not None:
                 known = stage.refs[0].run_id if len(stage.refs) == 1 else run_id

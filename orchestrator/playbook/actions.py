@@ -88,6 +88,9 @@ class Launch(Action):
     log: Text = None
     """A link to the log at this path in the container."""
     force: bool = False
+    resume: bool = False
+    """Go on from the newest complete checkpoint of ``run`` (null: the newest run)."""
+    run: Text = None
 
 
 class Wait(Action):

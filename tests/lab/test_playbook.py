@@ -115,6 +115,32 @@ def test_the_same_environment_everywhere_is_asked_for_before_a_run_on_several(
     assert "1/1 env" in done.stdout
 
 
+RESUME = """
+steps:
+  - launch: {command: [sh, -c, "echo from $DFLASH_RESUME"], name: again, resume: true}
+  - wait: {timeout_s: 60}
+"""
+
+
+def test_a_run_goes_on_from_the_newest_complete_checkpoint_of_the_last(
+    cli: Cli, code: Path
+) -> None:
+    (code / "resume.yaml").write_text(RESUME)
+    make = "mkdir -p $DFLASH_RUN_DIR/checkpoints/step-3 $DFLASH_RUN_DIR/checkpoints/step-20.tmp"
+    first = cli("launch", "lab-201", "--wait", "--", "sh", "-c", make, cwd=code, code=0)
+    run_id = first.stdout.splitlines()[0]
+    cli("play", "./resume.yaml", cwd=code, code=0)
+    said = cli("tail", "--no-follow", code=0).stdout
+    assert said == f"from /workspace/dflashctl/runs/{run_id}/checkpoints/step-3\n"
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(cli: Cli, code: Path) -> None:
+    (code / "resume.yaml").write_text(RESUME)
+    cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
+    done = cli("play", "./resume.yaml", cwd=code, code=5)
+    assert "no complete checkpoint" in done.stderr
+
+
 def test_discover_finds_what_the_inventory_lacks_and_adds_it_once(
     cli: Cli, lab: Lab, tmp_path: Path
 ) -> None:

@@ -1,0 +1,220 @@
+"""The actions that do: push, exec, warmup, launch, wait, pull."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator import launch as launching
+from orchestrator import release as releases
+from orchestrator import transfer
+from orchestrator.alarm import DROP
+from orchestrator.errors import NotFoundError, RunFailed
+from orchestrator.launch import Order
+from orchestrator.playbook import actions
+from orchestrator.playbook.runner import Done
+from orchestrator.playbook.stage import Stage, counted, place
+from orchestrator.release import Push
+from orchestrator.run import RunRef, new_run_id
+from orchestrator.target import Target
+from orchestrator.watch import Report, Watch
+from trainer.telemetry import duration
+
+POLL_S = 2.0
+RESUME_VARIABLE = "DFLASH_RESUME"
+"""Names the checkpoint that the trainer goes on from."""
+
+
+def push(stage: Stage, action: actions.Push) -> Done:
+    stage.code = action.code
+    release = stage.release(action.code, action.config)
+    for target, channel in stage.each():
+        with stage.audited(target, "push", release=release.id):
+            blobs, commit = Push(channel, release, None).send()
+            for request in blobs:
+                request.result()
+            stage.pushed[target.name] = str(commit.result()["path"])
+    return Done(
+        f"{release.id}, {counted(release.files, 'file')}",
+        {"release": release.id, "files": release.files},
+    )
+
+
+def execute(stage: Stage, action: actions.Exec) -> Done:
+    fields = {"timeout_s": action.timeout_s} if action.timeout_s else {}
+    return _command(stage, action.command, action.cwd, action.env, action.ok, fields)
+
+
+def warmup(stage: Stage, action: actions.Warmup) -> Done:
+    fields = {"timeout_s": action.timeout_s}
+    return _command(stage, action.command, action.cwd, action.env, [0], fields)
+
+
+def _command(
+    stage: Stage,
+    command: Sequence[str],
+    cwd: str | None,
+    env: Mapping[str, str],
+    good: Sequence[int],
+    fields: Mapping[str, Any],
+) -> Done:
+    codes = {}
+    for target, channel in stage.each():
+        argv = [target.settings.python, *command[1:]] if command[0] == "python" else [*command]
+        where = cwd or stage.pushed.get(target.name) or target.settings.workdir
+        with stage.audited(target, "exec", program=argv[0]) as line:
+            request = channel.request("exec", command=argv, cwd=where, env=dict(env), **fields)
+            for head, payload in request.frames():
+                if "stream" in head:
+                    stage.show(payload)
+            answer = request.result()
+            line["exit_code"] = answer["exit_code"]
+        codes[target.name] = answer["exit_code"]
+        if answer["timed_out"] or answer["exit_code"] not in good:
+            raise RunFailed(
+                f"{argv[0]} {_ending(answer)}",
+                next_step="its own words are above; mend what they name",
+                host=target.host.name,
+                ct=target.ct,
+            )
+    return Done("exit code 0" if set(codes.values()) == {0} else str(codes), {"codes": codes})
+
+
+def launch(stage: Stage, action: actions.Launch) -> Done:
+    launching.check_log_link(action.log)
+    secrets = {}
+    if action.env_file:
+        secrets = launching.read_environment_file(Path(action.env_file).expanduser())
+    environment = dict(action.env)
+    if action.resume:
+        environment[RESUME_VARIABLE] = _checkpoint(stage, action.run)
+    code = action.code if action.code is not None else stage.code
+    release = stage.release(code, action.config) if action.push else None
+    inside = action.config
+    if action.config and release:
+        inside = releases.config_path(Path(action.config).expanduser(), release.root)
+    stage.refs = []
+    for target in stage.targets:
+        run_id = new_run_id(action.name)
+        has_script = release is not None and release.has(launching.START_SCRIPT)
+        order = Order(
+            run_id=run_id,
+            name=action.name or "run",
+            command=launching.command_for(
+                target,
+                action.command or (),
+                inside,
+                has_script,
+                str(release.root.path) if release else None,
+            ),
+            config=inside,
+            environment=environment,
+            secrets=secrets,
+            log_link=action.log,
+            force=action.force,
+            predecessor=_predecessor(stage, target),
+        )
+        with stage.audited(target, "launch", run_id=run_id):
+            launching.launch(stage.fleet, target, order, release, notice=stage.notice)
+        stage.refs.append(RunRef(target, run_id))
+    ids = [ref.run_id for ref in stage.refs]
+    return Done(" ".join(map(str, ids)), {"run_ids": ids})
+
+
+def _checkpoint(stage: Stage, run: str | None) -> str:
+    """The newest complete checkpoint of the run that is to go on.
+
+    :raises NotFoundError: it has none.
+    """
+    ref = stage.runs(run)[0]
+    found = stage.channel(ref.target).call("pull.last_checkpoint", **ref.fields)
+    if not found["path"]:
+        raise NotFoundError(
+            "the run has no complete checkpoint to go on from",
+            next_step="start it anew: dflashctl launch --config FILE",
+            **place(ref),
+        )
+    return str(found["path"])
+
+
+def _predecessor(stage: Stage, target: Target) -> str | None:
+    newest = stage.fleet.state.newest()
+    return newest.run_id if newest and newest.target.name == target.name else None
+
+
+def wait(stage: Stage, action: actions.Wait) -> Done:
+    refs = stage.runs(action.run)
+    watch = Watch(stage.fleet, refs, drop=DROP, every_s=POLL_S)
+    began = time.monotonic()
+    for report in watch.run():
+        for notice in report.notices:
+            if notice.is_alarm:
+                stage.notice(f"{report.where}: {notice.text}")
+        _refuse_bad_end(report)
+        if action.until == "training" and all(map(_trains, watch.reports)):
+            break
+        if action.timeout_s and time.monotonic() - began > action.timeout_s:
+            raise RunFailed(
+                f"not {action.until} after {duration(action.timeout_s)}: "
+                f"it is {report.watched.state}",
+                next_step=f"dflashctl diag {report.ref.run_id or ''}".rstrip(),
+                **place(report.ref),
+            )
+    stage.refs = [report.ref for report in watch.reports]
+    states = [report.watched.state for report in watch.reports]
+    return Done(", ".join(states), {"states": states})
+
+
+def pull(stage: Stage, action: actions.Pull) -> Done:
+    files = size = 0
+    refs = stage.runs(action.run)
+    for ref in refs:
+        channel = stage.channel(ref.target)
+        run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
+        source, newest = {"run_id": run_id}, None
+        if action.what == "checkpoint":
+            newest = channel.call("pull.last_checkpoint", run_id=run_id)["path"]
+        elif action.what not in {"logs", "run"}:
+            key = {"path": action.what}
+            source = key if action.what.startswith("/") else source | key
+        every = action.what not in {"checkpoint", "logs"}
+        pulled = transfer.pull(
+            stage.fleet,
+            ref.target,
+            source,
+            Path(action.to).expanduser() / run_id,
+            wanted=transfer.Wanted(every=every, newest=newest),
+            notice=stage.notice,
+        )
+        files, size = files + pulled.files, size + pulled.bytes
+    return Done(
+        f"{counted(files, 'file')} into {action.to}",
+        {"files": files, "bytes": size, "to": action.to},
+    )
+
+
+def _trains(report: Report) -> bool:
+    return report.watched.state in {"training", "finished"}
+
+
+def _refuse_bad_end(report: Report) -> None:
+    """:raises RunFailed: the run failed, or somebody stopped it."""
+    summary = report.watched.summary
+    if summary is None or not report.watched.is_over or summary.state == "finished":
+        return
+    last = "".join(f"\n    | {line}" for line in summary.last_lines[-3:])
+    raise RunFailed(
+        f"{summary.ending()}{last}",
+        next_step=f"dflashctl diag {summary.run_id}",
+        **place(report.ref),
+    )
+
+
+def _ending(answer: Mapping[str, Any]) -> str:
+    if answer["timed_out"]:
+        return "was ended when its time was over"
+    if answer.get("signal"):
+        return f"was ended by signal {answer['signal']}"
+    return f"ended with exit code {answer['exit_code']}"
