@@ -10,7 +10,7 @@ import orchestrator
 from orchestrator.errors import RefusedError
 from orchestrator.lab import cgroups, overlay, render
 from orchestrator.lab.layout import PROGRAMS, Layout
-from orchestrator.lab.requirements import SYSTEM_PATH, which
+from orchestrator.lab.requirements import CLEAN_ENV, which
 from orchestrator.lab.spec import Backend, Container, LabSpec
 
 SHARED_STATE = Path("/var/lib/dflashctl")
@@ -173,8 +173,6 @@ def _arch() -> list[str]:
 
 def _run(program: str, *args: str) -> None:
     path = which(program)
-    done = subprocess.run(
-        [path or program, *args], env={"PATH": SYSTEM_PATH}, capture_output=True, text=True
-    )
+    done = subprocess.run([path or program, *args], env=CLEAN_ENV, capture_output=True, text=True)
     if done.returncode:
         raise RefusedError(f"{program} failed: {done.stderr.strip() or done.stdout.strip()}")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import subprocess
 from ipaddress import IPv4Network
 
-from orchestrator.lab.requirements import SYSTEM_PATH
+from orchestrator.lab.requirements import CLEAN_ENV
 
 
 def ip(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["ip", *args], env={"PATH": SYSTEM_PATH}, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(["ip", *args], env=CLEAN_ENV, capture_output=True, text=True, check=False)
 
 
 def free_network(seed: int, routes: str) -> str | None:

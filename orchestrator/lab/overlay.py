@@ -64,17 +64,3 @@ def outermost(paths: Iterable[Path]) -> list[Path]:
         if not any(path.is_relative_to(outer) for outer in kept):
             kept.append(path)
     return kept
-
-
-def on_overlay(path: Path, mountinfo: str) -> bool:
-    """Whether ``path`` lies on an overlay; ``mountinfo`` is the text of /proc/self/mountinfo.
-
-    An overlay's upper layer cannot lie there (a Docker container's own / for example).
-    """
-    best, kind = Path("/"), ""
-    for line in mountinfo.splitlines():
-        fields = line.split()
-        point = Path(fields[4])
-        if path.is_relative_to(point) and point.is_relative_to(best):
-            best, kind = point, fields[fields.index("-") + 1]
-    return kind == "overlay"

@@ -12,6 +12,8 @@ from orchestrator.lab.spec import Backend
 
 Find = Callable[[str], str | None]
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+CLEAN_ENV = {"PATH": SYSTEM_PATH}
+"""For every program that the lab starts: nothing of the caller's environment leaks in."""
 
 # program → Debian package
 NEEDED = {
