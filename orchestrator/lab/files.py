@@ -48,7 +48,7 @@ def make_keys(layout: Layout, port: int) -> None:
 
 def make_host(layout: Layout, spec: LabSpec, backend: Backend, groups: cgroups.Hierarchies) -> None:
     """The host's upper layer: pct, /etc/pve, an empty /root, and root's account."""
-    for name in ("root", "lower", "tmp"):
+    for name in ("root", "lower", "python", "tmp"):
         (layout.host / name).mkdir(parents=True)
     layout.host_upper.mkdir(parents=True)
     layout.host_upper.with_name("work").mkdir()

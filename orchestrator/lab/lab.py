@@ -183,9 +183,10 @@ class Lab(HostAccess):
         log = layout.host / "start.log"
         argv = ["unshare", "--mount", "--uts", "--propagation", "private"]
         argv += ["/bin/sh", str(PROGRAMS / "host-start"), str(layout.root), self.spec.node]
+        argv += [str(self.spec.shared_python), *map(str, groups.host)]
         with log.open("wb") as output:
             child = subprocess.Popen(
-                [*argv, *map(str, groups.host)],
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -88,6 +88,11 @@ class Layout:
         return self.host / "lower"
 
     @property
+    def python(self) -> Path:
+        """Inside the host only: the interpreter that containers may share."""
+        return self.host / "python"
+
+    @property
     def pve(self) -> Path:
         """The host sees it at /etc/pve."""
         return self.root / "pve"

@@ -81,8 +81,7 @@ def mounts(layout: Layout, spec: LabSpec, ct: Container) -> list[tuple[str, str,
     else:
         result.append((str(layout.disk(ct.vmid)), work, "none", "bind,create=dir"))
     if ct.python == "shared" and spec.shared_python.is_dir():
-        source = f"{layout.lower}{spec.shared_python}"
-        result.append((source, SHARED_MOUNT.lstrip("/"), "none", "bind,ro,create=dir"))
+        result.append((str(layout.python), SHARED_MOUNT.lstrip("/"), "none", "bind,ro,create=dir"))
     return result
 
 

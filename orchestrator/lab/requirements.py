@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from orchestrator.errors import RefusedError, UsageError
 from orchestrator.lab.spec import Backend
@@ -54,13 +55,23 @@ def missing(backend: Backend, find: Find = which) -> list[str]:
 
 
 def problem(
-    backend: Backend, *, uid: int, platform: str = sys.platform, find: Find = which
+    backend: Backend,
+    *,
+    uid: int,
+    platform: str = sys.platform,
+    find: Find = which,
+    separate_usr: bool = False,
 ) -> RefusedError | None:
     """One error that names all that is missing and how to get it."""
     if not platform.startswith("linux"):
         return RefusedError(
             f"the lab needs Linux; this is {platform}",
             next_step="run it in a Linux virtual machine, or use a real Proxmox host",
+        )
+    if separate_usr:
+        return RefusedError(
+            "the lab needs /usr on the same file system as /: its containers are overlays over /",
+            next_step="run it on another machine, or use a real Proxmox host",
         )
     problems, steps = [], []
     if uid != 0:
@@ -77,11 +88,15 @@ def problem(
 
 def check(backend: Backend) -> None:
     """Raise what ``problem`` finds on this machine."""
-    if error := problem(backend, uid=os.geteuid()):
+    if error := _problem_here(backend):
         raise error
+
+
+def _problem_here(backend: Backend) -> RefusedError | None:
+    return problem(backend, uid=os.geteuid(), separate_usr=Path("/usr").is_mount())
 
 
 def reason_to_skip() -> str | None:
     """For tests: why there can be no lab on this machine, or None."""
-    error = problem(choose_backend(None), uid=os.geteuid())
+    error = _problem_here(choose_backend(None))
     return error.what if error else None

@@ -40,6 +40,12 @@ def test_other_systems_are_told_so() -> None:
     assert "needs Linux" in error.what
 
 
+def test_a_separate_usr_is_refused_because_overlays_do_not_cross_mounts() -> None:
+    error = problem("lxc", uid=0, platform="linux", separate_usr=True)
+    assert error is not None
+    assert "/usr on the same file system" in error.what
+
+
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(UsageError, match="'docker' is unknown"):
         choose_backend("docker")
