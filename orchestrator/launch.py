@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orchestrator import fleet as fleets
-from orchestrator import pct, preflight
+from orchestrator import lease, pct, preflight
 from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
 from orchestrator.environment import remote as environments
@@ -36,6 +36,9 @@ from orchestrator.target import HostTarget, Target
 START_SCRIPT = "start_training.sh"
 # A start whose reply was lost is asked again under the same run id: never a second process.
 RETRY_S = (1.0, 2.0, 4.0, 8.0)
+
+# Nothing was started, for certain.
+REFUSALS = (RefusedError, UsageError, TransferError, NotFoundError)
 
 Notice = Callable[[str], None]
 
@@ -227,7 +230,7 @@ def launch(
             notice(f"{error.where}: {error.what}; trying again in {pause:.0f} s")
             fleet.drop(channel)
             time.sleep(pause)
-        except (RefusedError, UsageError, TransferError, NotFoundError):
+        except REFUSALS:
             fleet.state.forget(order.run_id)
             raise
     raise AssertionError("the last attempt returns or raises")
@@ -250,7 +253,8 @@ def _attempt(
         blobs, commit = push.send()
         sent = [*blobs, commit]
         which["release_from"] = commit.number
-    checks = preflight.read(looking.result(), target)
+    seen = looking.result()
+    checks = preflight.read(seen, target)
     refused = preflight.refusal(checks, target)
     if refused is not None:
         raise refused
@@ -259,14 +263,26 @@ def _attempt(
             request.result()
         release_path = sent[-1].result()["path"] if sent else None
         check_config(channel, target, order, release_path)
+    gpus = lease.wanted(seen["checks"], target)
+    owner = {"user": whoami()}
+    host = fleet.host(target.host) if gpus else None
+    if host is not None:
+        lease.claim(host, target, order.run_id, gpus, owner, force=order.force)
     fleet.state.remember(order.run_id, target)
     diff = release.git.diff if release and release.git else b""
     starting = channel.request("run.start", diff, **order.start_fields(target, release), **which)
     recording = environments.record(channel, target, order.run_id, order.environment)
     # In this order, so that the first failure told is the first cause.
-    for request in sent:
-        request.result()
-    answer = starting.result()
+    try:
+        for request in sent:
+            request.result()
+        answer = starting.result()
+    except REFUSALS:
+        if host is not None:
+            lease.release(host, order.run_id)
+        raise
+    if host is not None:
+        lease.confirm(host, target, order.run_id, gpus, owner)
     environments.finish(recording)
     return Started(order.run_id, target, answer, checks)
 

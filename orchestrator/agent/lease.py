@@ -21,7 +21,8 @@ from orchestrator.agent.serve import Request
 from orchestrator.paths import HostPaths
 
 STARTING_S = 120.0
-"""Between a lease and the first process of its run lie a push and a start."""
+"""Between a lease and the first process of its run lie a push and a start; a lease that was taken
+again with ``started`` has that behind it."""
 
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,79}")
 # From the start of the command line: a tmux server keeps for ever the words of the first session.
@@ -40,6 +41,7 @@ def acquire(request: Request) -> dict[str, Any]:
         "owner": request.get("owner", dict, {}),
         "created": time.time(),
         "boot_id": boot_id(),
+        "started": request.get("started", bool, False),
     }
     make_private(request.paths.leases)
     with locked(f"{request.paths.leases}/.lock"):
@@ -101,7 +103,7 @@ def _why_stale(record: dict[str, Any], living: set[str]) -> str | None:
         return "the host was rebooted since"
     age = time.time() - record.get("created", 0.0)
     # A clock that was set back makes ages negative: then wait, do not take over.
-    if age < STARTING_S:
+    if age < STARTING_S and not record.get("started"):
         return None
     return "no process of its run is left"
 

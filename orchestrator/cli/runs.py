@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from orchestrator import lease
 from orchestrator.audit import audited
 from orchestrator.cli import output
 from orchestrator.cli.options import (
@@ -16,7 +17,7 @@ from orchestrator.cli.options import (
     Runs,
     Targets,
 )
-from orchestrator.cli.session import open_session
+from orchestrator.cli.session import Session, open_session
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UsageError
 from orchestrator.launch import whoami
 from orchestrator.run import Asked, RunRef, RunSummary, ask_all, seconds
@@ -175,7 +176,8 @@ def stop(
         for ref in session.runs(runs, host, ct):
             try:
                 with audited(session.fleet, ref.target, "stop", output.notice, run_id=ref.run_id):
-                    _stop(session.fleet.container(ref.target), ref, fields, as_json)
+                    run_id = _stop(session.fleet.container(ref.target), ref, fields, as_json)
+                    _give_back(session, ref, run_id)
             except DflashctlError as error:
                 # The others are stopped all the same.
                 failed.append(error)
@@ -184,7 +186,16 @@ def stop(
         raise typer.Exit(max(error.exit_code for error in failed))
 
 
-def _stop(channel: Any, ref: RunRef, fields: dict[str, Any], as_json: bool) -> None:
+def _give_back(session: Session, ref: RunRef, run_id: str) -> None:
+    """Its GPUs' leases, which would be found stale later anyway."""
+    try:
+        lease.release(session.fleet.host(ref.target.host), run_id)
+    except DflashctlError as error:
+        output.notice(f"{error.where}: leases were not given back: {error.what}")
+
+
+def _stop(channel: Any, ref: RunRef, fields: dict[str, Any], as_json: bool) -> str:
+    """Stop it and say how it ended; its id."""
     run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
     request = channel.request("run.stop", run_id=run_id, who=whoami(), **fields)
     for head, _ in request.frames():
@@ -194,10 +205,13 @@ def _stop(channel: Any, ref: RunRef, fields: dict[str, Any], as_json: bool) -> N
     if as_json:
         place = {"run_id": run_id, "host": ref.target.host.name, "ct": ref.target.ct}
         output.emit({**place, **answer})
-        return
+        return run_id
     for line in answer.get("last_lines") or []:
         output.say(f"  | {line}")
     if answer.get("already"):
         output.say(f"{run_id} had already ended: {answer['state']}")
     else:
-        output.say(f"{run_id} {answer['state']} (exit code {answer.get('exit_code')})")
+        how = f"signal {answer['signal']}" if answer.get("signal") else None
+        code = f"exit code {answer.get('exit_code')}"
+        output.say(f"{run_id} {answer['state']} ({how or code})")
+    return run_id

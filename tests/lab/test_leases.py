@@ -1,0 +1,93 @@
+"""GPUs are claimed on the host. The lab has none: a stand-in for nvidia-smi names two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from laptop import Cli
+
+from orchestrator.lab import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+*query-gpu*) for n in 0 1; do echo "$n, GPU-$n$n$n$n, NVIDIA H200, 3, 143771, 0"; done;;
+*compute-apps*) cat "$(dirname "$0")/processes" 2>/dev/null;;
+esac
+exit 0
+"""
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def processes(cli: Cli, lab: Lab, tmp_path: Path) -> Iterator[Path]:
+    """Two GPUs, seen by the host and both containers; the file lists the host's GPU processes."""
+    folder = lab.layout.root / "gpus"
+    folder.mkdir()
+    executable(folder / "nvidia-smi", NVIDIA_SMI)
+    python = executable(
+        folder / "python3", f'#!/bin/sh\nPATH={folder}:$PATH exec /usr/bin/python3 "$@"\n'
+    )
+    known = yaml.safe_load(lab.inventory.read_text())
+    known["hosts"]["lab"]["python"] = str(python)
+    known["containers"]["lab-200"]["gpus"] = [0]
+    known["containers"]["lab-201"]["gpus"] = [0, 1]
+    cli.inventory = tmp_path / "gpus.yaml"
+    cli.inventory.write_text(yaml.safe_dump(known))
+    tools = [lab.files(ct) / "usr/local/bin/nvidia-smi" for ct in (200, 201)]
+    for tool in tools:
+        executable(tool, NVIDIA_SMI)
+    yield folder / "processes"
+    for path in (*tools, *folder.iterdir()):
+        path.unlink()
+    folder.rmdir()
+
+
+def test_a_leased_gpu_is_refused_to_another_container_until_the_run_ends(
+    cli: Cli, code: Path, processes: Path
+) -> None:
+    first = cli.json("launch", "lab-200", "--", "sleep", "60", cwd=code)["run_id"]
+    refused = cli("launch", "lab-201", "--", "true", cwd=code, code=4)
+    assert first in refused.stderr and "GPU-0000" in refused.stderr and "in 200" in refused.stderr
+    cli("stop", first, code=0)
+    cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
+
+
+def test_a_refused_launch_claims_nothing(cli: Cli, code: Path, processes: Path) -> None:
+    cli("launch", "lab-200", "--", "sleep", "60", cwd=code, code=0)
+    cli("launch", "lab-200", "--", "sleep", "60", cwd=code, code=4)
+    cli("stop", "lab-200", code=0)
+    cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
+
+
+def test_a_gpu_that_a_process_uses_is_refused_with_its_pid_and_container(
+    cli: Cli, lab: Lab, code: Path, processes: Path
+) -> None:
+    pid = lab.init_pid(201)
+    processes.write_text(f"{pid}, GPU-0000, 31190, python3\n")
+    refused = cli("launch", "lab-200", "--", "true", cwd=code, code=4)
+    assert f"GPU 0 by PID {pid}" in refused.stderr
+    assert "31190 MiB" in refused.stderr and "container 201" in refused.stderr
+    cli("launch", "lab-200", "--force", "--wait", "--", "true", cwd=code, code=0)
+    processes.write_text(f"{os.getpid()}, GPU-1111, 5, other\n")
+    cli("launch", "lab-200", "--wait", "--", "true", cwd=code, code=0)
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    cli: Cli, code: Path, processes: Path, tmp_path: Path
+) -> None:
+    known = yaml.safe_load(cli.inventory.read_text())
+    known["containers"]["lab-200"]["gpus"] = [7]
+    cli.inventory.write_text(yaml.safe_dump(known))
+    refused = cli("launch", "lab-200", "--", "true", cwd=code, code=4)
+    assert "GPU 7 is not visible here (2 are)" in refused.stderr
