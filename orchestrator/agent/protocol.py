@@ -172,7 +172,8 @@ Hosts
 ``ct.list`` {"pve_root"?} → {"containers": [{ct, name, status, lock, config: {…}}]}; ``ct.status``
     {"ct"} → one of these, with ``frozen``.
 ``lease.acquire`` {"gpus": [uuids], "run_id", "ct", "owner": {user, laptop, …}, "force"?: bool,
-    "started"?: bool (its processes are there: without them it is stale at once)} → {"leases": […], "taken_over": [stale leases]} or ``lease.held``; all or none
+    "started"?: bool (its processes are there: without them it is stale at once)} → {"leases": […],
+    "taken_over": [stale leases]} or ``lease.held``; all or none
 ``lease.release`` {"run_id"} → {"released": [uuids]}
 ``lease.list`` {} → {"leases": [{gpu, run_id, ct, owner, created, stale: bool, why}]}
 ``audit`` {"who", "action", "result", …} → {}
