@@ -54,15 +54,19 @@ def write_bundle(
     """``about`` goes into the manifest (place, run, release). Written beside, then renamed."""
     text, cut = _log_text(log)
     members = {
-        "manifest.json": _json({
-            "format": FORMAT, **dict(about or {}), "log_cut_bytes": cut,
-            "redacted": ["secrets", *(["addresses"] if addresses else [])],
-        }),
+        "manifest.json": _json(
+            {
+                "format": FORMAT,
+                **dict(about or {}),
+                "log_cut_bytes": cut,
+                "redacted": ["secrets", *(["addresses"] if addresses else [])],
+            }
+        ),
         "log.txt": text,
         "probes.json": _json(dict(probes)),
         "report.json": _json(report.as_dict()),
         "report.txt": render(report),
-    }  # fmt: skip
+    }
     part = path.with_name(path.name + ".part")
     with _packed(part) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for name, content in members.items():

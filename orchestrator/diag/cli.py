@@ -55,7 +55,9 @@ def read_probes(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     if not path.is_file():
-        raise NotFoundError(f"--probes {path}: no such file", next_step="give a file of saved probes")
+        raise NotFoundError(
+            f"--probes {path}: no such file", next_step="give a file of saved probes"
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -63,7 +65,9 @@ def read_probes(path: Path | None) -> dict[str, Any]:
             f"--probes {path} is not JSON: {error}", next_step="give a JSON object: name to text"
         ) from None
     if not isinstance(values, dict):
-        raise UsageError(f"--probes {path} is no JSON object", next_step="give names with their texts")
+        raise UsageError(
+            f"--probes {path} is no JSON object", next_step="give names with their texts"
+        )
     return values
 
 

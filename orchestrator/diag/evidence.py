@@ -18,7 +18,6 @@ from orchestrator.diag.probes import Probe, Probes
 from orchestrator.diag.text import Line, read_lines
 from orchestrator.diag.tracebacks import Failure
 
-
 _SYSTEM = re.compile(r"journal|syslog|messages|dmesg|kern|^auth_?log")
 
 
@@ -123,7 +122,8 @@ class Evidence:
         ]
 
     def raised(self, type_: str, message: str = "") -> list[Failure]:
-        """Errors whose type's last part matches ``type_`` wholly and whose message has ``message``."""
+        """Errors whose type's last part matches ``type_`` wholly and whose message has
+        ``message``."""
         return [
             f
             for f in self.errors
@@ -184,15 +184,21 @@ class Evidence:
         recovered = bool(log) and len(log) == len(places) and all(self.recovered(li) for li in log)
         if recovered and not lasting:
             severity = "info"
-        quotes = tuple(p if isinstance(p, Quote) else Quote.of(li) for p, li in
-                       zip(places, lines, strict=True) if isinstance(p, Quote) or li is not None)
+        quotes = [q for p in places if (q := _quoted(p)) is not None]
         rank = next((li.rank for li in log if li.rank is not None), None)
         position = min((_first(p) for p in places if _in_log(p)), default=0)
         unique = tuple(dict.fromkeys(quotes))[:8]
         return Finding(
-            code, severity, confidence, title[:300], unique, remedy, position, rank,
+            code,
+            severity,
+            confidence,
+            title[:300],
+            unique,
+            remedy,
+            position,
+            rank,
             recovered and not lasting,
-        )  # fmt: skip
+        )
 
 
 def _line(place: Hit | Line | Failure | Probe | Quote) -> Line | None:
@@ -201,6 +207,13 @@ def _line(place: Hit | Line | Failure | Probe | Quote) -> Line | None:
     if isinstance(place, Probe):
         return place.lines[0] if place.lines else None
     return place if isinstance(place, Line) else None
+
+
+def _quoted(place: Hit | Line | Failure | Probe | Quote) -> Quote | None:
+    if isinstance(place, Quote):
+        return place
+    line = _line(place)
+    return Quote.of(line) if line is not None else None
 
 
 def _in_log(place: Hit | Line | Failure | Probe | Quote) -> bool:
@@ -291,9 +304,13 @@ def _branches(pattern: str) -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
     made = []
     for branch in alternatives(body):
         literal = needle(branch)
-        made.append((
-            literal.lower() if folded else literal, folded, re.compile(("(?i)" if folded else "") + branch),
-        ))  # fmt: skip
+        made.append(
+            (
+                literal.lower() if folded else literal,
+                folded,
+                re.compile(("(?i)" if folded else "") + branch),
+            )
+        )
     return tuple(made)
 
 

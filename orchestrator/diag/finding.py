@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ class Report:
     """Findings, root cause first."""
 
     findings: tuple[Finding, ...] = ()
-    context: dict[str, Sequence[str]] = field(default_factory=dict)
+    context: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Lines round the root cause's evidence, for a person."""
 
     @property

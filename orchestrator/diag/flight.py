@@ -1,9 +1,10 @@
 """NCCL flight-recorder dumps: which collective, which rank is missing, who called another one.
 
-torch writes one dump a rank (``TORCH_FR_DUMP_TEMP_FILE`` + rank; older: ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``),
-as a pickle or, by ``_dump_nccl_trace_json``, as JSON. Only JSON is read here: a pickle from elsewhere
-can run code. Fields by version 2.x of the format: ``entries`` with ``collective_seq_id``,
-``profiling_name`` (``nccl:all_reduce``), ``state`` (scheduled, started, completed), ``input_sizes``.
+torch writes one dump a rank (``TORCH_FR_DUMP_TEMP_FILE`` + rank; older:
+``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``), as a pickle or, by ``_dump_nccl_trace_json``, as JSON. Only
+JSON is read here: a pickle from elsewhere can run code. Fields by version 2.x of the format:
+``entries`` with ``collective_seq_id``, ``profiling_name`` (``nccl:all_reduce``), ``state``
+(scheduled, started, completed), ``input_sizes``.
 """
 
 from __future__ import annotations
@@ -54,10 +55,14 @@ class Mismatch:
             at = next((c.frame for c in self.calls if c.rank in by_name[smallest] and c.frame), "")
             return (
                 f"collective {self.sequence} of group {self.group} differs: rank {odd} called "
-                f"{smallest}" + (f" at {at}" if at else "") + f", others {', '.join(n for n in names if n != smallest)}"
+                f"{smallest}"
+                + (f" at {at}" if at else "")
+                + f", others {', '.join(n for n in names if n != smallest)}"
             )
         absent = ", ".join(map(str, self.missing))
-        return f"rank {absent} never called {names[0]}, number {self.sequence} of group {self.group}"
+        return (
+            f"rank {absent} never called {names[0]}, number {self.sequence} of group {self.group}"
+        )
 
 
 def read_dumps(probes: Iterable[Probe]) -> dict[int, list[Call]]:
@@ -110,12 +115,15 @@ def _calls(dump: Mapping[str, Any], rank: int) -> list[Call]:
         user = next((f for f in frames if "/torch/" not in str(f.get("filename"))), None)
         calls.append(
             Call(
-                rank, label, sequence, str(entry.get("profiling_name", "?")).removeprefix("nccl:"),
+                rank,
+                label,
+                sequence,
+                str(entry.get("profiling_name", "?")).removeprefix("nccl:"),
                 "x".join(map(str, sizes[0])) if sizes and isinstance(sizes[0], list) else "",
                 str(entry.get("state", "")),
                 f"{user.get('filename')}:{user.get('line')}" if user else "",
             )
-        )  # fmt: skip
+        )
     return calls
 
 
@@ -126,8 +134,8 @@ def first_mismatch(dumps: Mapping[int, list[Call]]) -> Mismatch | None:
         return None
     groups: dict[str, dict[int, dict[int, Call]]] = defaultdict(lambda: defaultdict(dict))
     members: dict[str, set[int]] = defaultdict(set)
-    for rank, calls in dumps.items():
-        for call in calls:
+    for rank, made in dumps.items():
+        for call in made:
             groups[call.group][call.sequence][rank] = call
             members[call.group].add(rank)
     found: list[Mismatch] = []

@@ -44,11 +44,15 @@ _ENDED = re.compile(
     r"|\b(?:rc|exit_?code|status|returncode)[ =:]+(-?[1-9]\d{0,2})\)?\s*$"
     r"|Error (12[67])\b(?! \(ignored\))|^\S*: \*\*\* .*Error (\d+)"
     r"|^(?:bash: line \d+: +\d+ |.*\.sh: line \d+: +\d+ )?(?:Killed|Terminated|Aborted|Hangup|"
-    r"Segmentation fault|Bus error|Floating point exception|Illegal instruction)(?: \(core dumped\))?"
+    r"Segmentation fault|Bus error|Floating point exception|"
+    r"Illegal instruction)(?: \(core dumped\))?"
     r"(?:\s.*)?$|ChildFailedError|\bFAILED$"
 )
 # One stage that is done, or a watcher's word, is not the run.
-_WORKER = re.compile(r"(?i)target|draft|worker|loader|reader|stage|thread|supervisor|watch|eval|data|cache|gpu|\w*\d$")
+_WORKER = re.compile(
+    r"(?i)target|draft|worker|loader|reader|stage|thread|supervisor|watch|eval|data|cache|gpu|"
+    r"\w*\d$"
+)
 _GOES_ON = re.compile(
     r"\b(?:retry(?:ing)?|retried|recovered|reconnected|continu(?:e|ing)|skipp(?:ed|ing)|"
     r"fall(?:ing|s)? back|fell back|succeeded|resum(?:ed|ing)|ok after|works? now|connected|"
@@ -93,10 +97,15 @@ def read_outcome(
     attempt = _attempt(lines, series)
     going_on = tuple(li.number for li in lines if _GOES_ON.search(li.text) and not li.quiet)
     fatal = [
-        f for f in failures
-        if f.line.source == "log" and not f.ignored and f.headed and f.first > last_step
-        and f.first >= attempt and not any(0 <= n - f.last <= 12 for n in going_on)
-    ]  # fmt: skip
+        f
+        for f in failures
+        if f.line.source == "log"
+        and not f.ignored
+        and f.headed
+        and f.first > last_step
+        and f.first >= attempt
+        and not any(0 <= n - f.last <= 12 for n in going_on)
+    ]
     state: State = "unknown"
     code = None
     if record is not None:
@@ -107,9 +116,9 @@ def read_outcome(
         code = own or record.signal or own
     if record is not None and code not in (None, 0):
         state = "failed"
-    elif record is not None and code == 0 and not fatal and ended is None:
-        state = "finished"
-    elif done is not None and ended is None and (record is None or code == 0):
+    elif ended is None and (
+        (code == 0 and not fatal) or (done is not None and (record is None or code == 0))
+    ):
         state = "finished"
     elif ended is not None or (fatal and alive is not True):
         state = "failed"
@@ -119,11 +128,11 @@ def read_outcome(
         state = "failed"
     elif series.steps and not fatal:
         state = "running" if probes.now is not None else "unknown"
-    if state == "failed" and (done is None or (record is not None and record.code not in (None, 0))):
+    if state == "failed" and (
+        done is None or (record is not None and record.code not in (None, 0))
+    ):
         done = None if record is not None and record.code not in (None, 0) else done
-    return Outcome(
-        state, record, done, attempt, ended, alive, going_on, last_step, last_line
-    )  # fmt: skip
+    return Outcome(state, record, done, attempt, ended, alive, going_on, last_step, last_line)
 
 
 def _done_line(lines: Sequence[Line], last_step: int) -> int | None:

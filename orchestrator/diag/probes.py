@@ -255,15 +255,34 @@ def _exit(probe: Probe) -> Exit | None:
     if isinstance(signal, str):
         signal = SIGNALS.get(signal.upper().removeprefix("SIG"))
     return Exit(
-        probe.lines[0], code, signal if isinstance(signal, int) else None, shell, pipe,
+        probe.lines[0],
+        code,
+        signal if isinstance(signal, int) else None,
+        shell,
+        pipe,
         str(value.get("reason") or ""),
-    )  # fmt: skip
+    )
 
 
 SIGNALS = {
-    "HUP": 1, "INT": 2, "QUIT": 3, "ILL": 4, "TRAP": 5, "ABRT": 6, "BUS": 7, "FPE": 8, "KILL": 9,
-    "USR1": 10, "SEGV": 11, "USR2": 12, "PIPE": 13, "ALRM": 14, "TERM": 15, "XCPU": 24, "XFSZ": 25,
-}  # fmt: skip
+    "HUP": 1,
+    "INT": 2,
+    "QUIT": 3,
+    "ILL": 4,
+    "TRAP": 5,
+    "ABRT": 6,
+    "BUS": 7,
+    "FPE": 8,
+    "KILL": 9,
+    "USR1": 10,
+    "SEGV": 11,
+    "USR2": 12,
+    "PIPE": 13,
+    "ALRM": 14,
+    "TERM": 15,
+    "XCPU": 24,
+    "XFSZ": 25,
+}
 SIGNAL_NAMES = {number: f"SIG{name}" for name, number in SIGNALS.items()}
 
 
@@ -292,7 +311,9 @@ _TRAINER = re.compile(r"python|torchrun|train|accelerate|deepspeed|pt_main_threa
 
 
 # The agent and the supervisor are Python as well; that they live says nothing of the trainer.
-_OURS = re.compile(r"\.pyz\b|dflashctl/agent|supervis|python3? -c |networkd-dispatcher|unattended-upgr")
+_OURS = re.compile(
+    r"\.pyz\b|dflashctl/agent|supervis|python3? -c |networkd-dispatcher|unattended-upgr"
+)
 
 
 def _alive(probe: Probe) -> bool | None:

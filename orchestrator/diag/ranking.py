@@ -13,20 +13,29 @@ from dataclasses import replace
 
 from orchestrator.diag.finding import ORDER, Finding
 
-# What a finding of this code can be the mere effect of. A pattern is matched against the cause's code.
+# What a finding of this code can be the mere effect of. A pattern is matched against the cause's
+# code.
 EFFECT_OF: dict[str, str] = {
-    "code.error": r"run\.(?:interrupted|killed)|(?!code\.error|unknown|run\.|exit\.|throughput\.|nccl\.peer_lost|loss\.diverged|loss\.stuck|env\.clock).*",
-    "run.killed": r"(?!run\.killed|unknown|exit\.masked|throughput\.|code\.error|nccl\.peer_lost|loss\.|compile\.eager|"
+    "code.error": r"run\.(?:interrupted|killed)|(?!code\.error|unknown|run\.|exit\.|"
+    r"throughput\.|nccl\.peer_lost|loss\.diverged|loss\.stuck|env\.clock).*",
+    "run.killed": r"(?!run\.killed|unknown|exit\.masked|throughput\.|code\.error|"
+    r"nccl\.peer_lost|loss\.|compile\.eager|"
     r"compile\.recompile_storm).*|code\.error",
-    "run.hang": r"gpu\.xid|gpu\.illegal_access|ct\.|mem\.oom|compile\.fx_race|tmux\.died|ssh\.|gpu\.oom|run\.not_started|"
+    "run.hang": r"gpu\.xid|gpu\.illegal_access|ct\.|mem\.oom|compile\.fx_race|tmux\.died|ssh\.|"
+    r"gpu\.oom|run\.not_started|"
     r"disk\.full|env\.clock|code\.error|nccl\.(?:init|timeout)",
-    "run.not_started": r"ssh\.|ct\.|tmux\.missing|env\.(?:path|locale|import|version)|disk\.|code\.error|dist\.|gpu\.|data\.|model\.|hub\.|nccl\.",
+    "run.not_started": r"ssh\.|ct\.|tmux\.missing|env\.(?:path|locale|import|version)|disk\.|"
+    r"code\.error|dist\.|gpu\.|data\.|model\.|hub\.|nccl\.",
     "run.interrupted": r"ct\.rebooted|ct\.stopped",
     "exit.masked": r"(?!exit\.masked|unknown|throughput\.|checkpoint\.partial|tmux\.).*",
-    "nccl.timeout": r"(?!nccl\.|unknown|exit\.|run\.(?:killed|hang)|throughput\.|dist\.|code\.error|loss\.|compile\.(?:eager|recompile)).*|code\.error",
-    "nccl.peer_lost": r"(?!nccl\.peer_lost|unknown|exit\.|run\.(?:killed|hang)|throughput\.|dist\.|loss\.).*",
-    "nccl.init": r"gpu\.(?!oom)|gpu\.oom|mem\.|shm\.|env\.version|ct\.|dist\.rendezvous|compile\.fx_race",
-    "dist.rendezvous": r"gpu\.|mem\.|env\.(?:import|version)|code\.error|hub\.|data\.|model\.|ct\.|tmux\.|disk\.|shm\.|nccl\.timeout",
+    "nccl.timeout": r"(?!nccl\.|unknown|exit\.|run\.(?:killed|hang)|throughput\.|dist\.|"
+    r"code\.error|loss\.|compile\.(?:eager|recompile)).*|code\.error",
+    "nccl.peer_lost": r"(?!nccl\.peer_lost|unknown|exit\.|run\.(?:killed|hang)|throughput\.|"
+    r"dist\.|loss\.).*",
+    "nccl.init": r"gpu\.(?!oom)|gpu\.oom|mem\.|shm\.|env\.version|ct\.|dist\.rendezvous|"
+    r"compile\.fx_race",
+    "dist.rendezvous": r"gpu\.|mem\.|env\.(?:import|version)|code\.error|hub\.|data\.|model\.|"
+    r"ct\.|tmux\.|disk\.|shm\.|nccl\.timeout",
     "tmux.died": r"ct\.(?:rebooted|stopped|frozen)|mem\.oom_killed|disk\.full",
     "tmux.socket_lost": r"ct\.",
     "ct.locked": r"ct\.(?:frozen|missing|exec_failed)",
@@ -45,7 +54,8 @@ EFFECT_OF: dict[str, str] = {
     "gpu.xid": r"$^",
     "gpu.throttled": r"gpu\.xid",
     "gpu.arch_unsupported": r"compile\.backend_failed",
-    "compile.backend_failed": r"gpu\.(?:arch_unsupported|driver_mismatch|xid|illegal_access)|compile\.(?:cache|fx_race)|disk\.full|shm\.full|mem\.oom",
+    "compile.backend_failed": r"gpu\.(?:arch_unsupported|driver_mismatch|xid|illegal_access)|"
+    r"compile\.(?:cache|fx_race)|disk\.full|shm\.full|mem\.oom",
     "compile.eager_fallback": r"compile\.(?:fx_race|recompile_limit|backend_failed)",
     "compile.recompile_limit": r"compile\.fx_race",
     "compile.recompile_storm": r"compile\.(?:fx_race|recompile_limit)",
@@ -53,7 +63,8 @@ EFFECT_OF: dict[str, str] = {
     "disk.full": r"compile\.cache|shm\.full",
     "disk.readonly": r"disk\.full",
     "throughput.collapse": r"(?!throughput\.collapse|unknown|exit|code\.error|loss\.).*",
-    "throughput.starved": r"cpu\.|gpu\.throttled|gpu\.busy|disk\.|compile\.|throughput\.backpressure|run\.hang",
+    "throughput.starved": r"cpu\.|gpu\.throttled|gpu\.busy|disk\.|compile\.|"
+    r"throughput\.backpressure|run\.hang",
     "throughput.backpressure": r"cpu\.|gpu\.(?:throttled|busy)|compile\.|disk\.|run\.hang",
     "cpu.oversubscribed": r"mem\.oom",
     "model.load": r"hub\.|disk\.|checkpoint\.|env\.version|model\.shape|data\.missing$|mem\.",
@@ -72,9 +83,11 @@ EFFECT_OF: dict[str, str] = {
     "loss.stuck": r"data\.|loss\.nan|compile\.fx_race",
     "mem.oom_killed": r"$^",
     "shm.full": r"mem\.oom_killed",
-}  # fmt: skip
+}
 # Codes that say that something ended, not why.
-SHALLOW = re.compile(r"^(?:code\.error|run\.|exit\.|nccl\.peer_lost|nccl\.timeout|unknown|throughput\.)")
+SHALLOW = re.compile(
+    r"^(?:code\.error|run\.|exit\.|nccl\.peer_lost|nccl\.timeout|unknown|throughput\.)"
+)
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
@@ -82,10 +95,10 @@ def explains(cause: Finding, effect: Finding) -> bool:
     pattern = EFFECT_OF.get(effect.code)
     if pattern is None or cause.code == effect.code or not re.match(f"(?:{pattern})", cause.code):
         return False
-    if ORDER[cause.severity] > ORDER[effect.severity]:
-        # A warning may explain a fatal end (an eager fallback before an out-of-memory), a remark not.
-        if cause.severity == "info":
-            return False
+    if cause.severity == "info" and effect.severity != "info":
+        # A warning may explain a fatal end (an unfused kernel before an out-of-memory), a remark
+        # may not.
+        return False
     if cause.code == "code.error" and (
         set(cause.evidence) & set(effect.evidence) or cause.position > effect.position > 0
     ):
@@ -96,8 +109,10 @@ def explains(cause: Finding, effect: Finding) -> bool:
         return False
     if cause.position and effect.position and cause.position > effect.position + 40:
         # Later in the log than its alleged effect; buffered ranks shift by a screenful at most.
-        return bool(SHALLOW.match(effect.code)) and not SHALLOW.match(cause.code) and (
-            cause.position - effect.position < 400
+        return (
+            bool(SHALLOW.match(effect.code))
+            and not SHALLOW.match(cause.code)
+            and (cause.position - effect.position < 400)
         )
     return True
 
@@ -111,17 +126,27 @@ def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     roots.sort(key=_order)
     # An exception that another finding explains is that finding's evidence, no symptom beside it.
     effects = [
-        f for f in merged
-        if f not in roots and f.code not in ("code.error", "run.killed")
-        and not any(set(f.evidence) <= set(c.evidence) for c in merged if c is not f and explains(c, f))
-    ]  # fmt: skip
+        f
+        for f in merged
+        if f not in roots
+        and f.code not in ("code.error", "run.killed")
+        and not any(
+            set(f.evidence) <= set(c.evidence) for c in merged if c is not f and explains(c, f)
+        )
+    ]
     children: dict[int, list[Finding]] = {}
     for effect in effects:
         cause = next((i for i, r in enumerate(roots) if explains(r, effect)), None)
         if cause is None:  # explained by something that is itself an effect
             cause = next(
-                (i for i, r in enumerate(roots) for c in effects if c is not effect
-                 and explains(c, effect) and explains(r, c)), 0)  # fmt: skip
+                (
+                    i
+                    for i, r in enumerate(roots)
+                    for c in effects
+                    if c is not effect and explains(c, effect) and explains(r, c)
+                ),
+                0,
+            )
         children.setdefault(cause, []).append(effect)
     whole = [_with(root, children.get(i, [])) for i, root in enumerate(roots)]
     return tuple(sorted(whole, key=lambda f: ORDER[f.severity]))
@@ -152,7 +177,9 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
         if known is None:
             best[finding.code] = finding
             continue
-        keep, other = sorted((known, finding), key=lambda f: (ORDER[f.severity], -f.confidence, f.position))
+        keep, other = sorted(
+            (known, finding), key=lambda f: (ORDER[f.severity], -f.confidence, f.position)
+        )
         evidence = tuple(dict.fromkeys([*keep.evidence, *other.evidence]))[:8]
         best[finding.code] = replace(keep, evidence=evidence)
     return list(best.values())

@@ -23,7 +23,9 @@ _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*):([^\s/@]+)@")
-_HEADER = re.compile(r"(?i)\b((?:authorization|proxy-authorization|x-api-key|cookie)\s*:\s*)([^\r\n]+)")
+_HEADER = re.compile(
+    r"(?i)\b((?:authorization|proxy-authorization|x-api-key|cookie)\s*:\s*)([^\r\n]+)"
+)
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{8,}")
 _QUOTED = re.compile(rf"(?i)(['\"]{_NAME}['\"]\s*[:=]\s*)(['\"])(?:(?!\2).)*\2")
 _ASSIGNED = re.compile(rf"(?i)(\b{_NAME}\s*=\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;\"')}}\]]+)")
@@ -31,12 +33,17 @@ _YAML = re.compile(rf"(?im)^(\s*(?:-\s*)?{_NAME}\s*:[ \t]+)(\S.*)$")
 _FLAG = re.compile(rf"(?i)(--{_NAME}[= ])(\S+)")
 _NETRC = re.compile(r"(?i)\b(machine\s+\S+\s+login\s+\S+\s+password\s+)(\S+)")
 _WANDB = re.compile(r"(?i)(wandb[^\n]{0,40}?\b)([0-9a-f]{40})\b")
-_ADDRESS = re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b|\b(?:[0-9a-f]{1,4}:){4,7}[0-9a-f]{0,4}\b", re.IGNORECASE)
+_ADDRESS = re.compile(
+    r"\b(?:\d{1,3}\.){3}\d{1,3}\b|\b(?:[0-9a-f]{1,4}:){4,7}[0-9a-f]{0,4}\b", re.IGNORECASE
+)
 # Numbers and switches under a telling name are no secrets: max_tokens=4096, use_auth_token=False.
 _HARMLESS = re.compile(
-    r"(?i)^['\"]?(?:\d{1,12}(?:\.\d+)?|true|false|none|null|yes|no|\[redacted\]|\*+|<[\w ]+>|)['\"]?,?$"
+    r"(?i)^['\"]?(?:\d{1,12}(?:\.\d+)?|true|false|none|null|yes|no|\[redacted\]|\*+|<[\w ]+>|"
+    r")['\"]?,?$"
 )
-_PLAIN_NAME = re.compile(r"(?i)tokens|tokeniz|token_?ids?|(?:mask|pad|eos|bos|unk|sep|cls|special)_?token")
+_PLAIN_NAME = re.compile(
+    r"(?i)tokens|tokeniz|token_?ids?|(?:mask|pad|eos|bos|unk|sep|cls|special)_?token"
+)
 
 
 def redact(text: str, *, addresses: bool = False) -> str:

@@ -14,16 +14,26 @@ from dataclasses import dataclass
 from orchestrator.diag.probes import Probe, Probes
 from orchestrator.diag.text import Line
 
-_SUMMARY = re.compile(r"^(?:rank|ranks|drafter|target|worker|thread|pid)s?[ :#-]*([\d, -]+?)(?: pid (\d+))?\s*[:=]\s+(.+)$")
+_SUMMARY = re.compile(
+    r"^(?:rank|ranks|drafter|target|worker|thread|pid)s?[ :#-]*([\d, -]+?)(?: pid "
+    r"(\d+))?\s*[:=]\s+(.+)$"
+)
 _KIND = re.compile(r"^(rank|drafter|target|worker|thread|pid)")
 _PROCESS = re.compile(r"^Process (\d+): (.*)")
-_THREAD = re.compile(r'^\s*Thread (?:0x)?([0-9a-fA-F]+) \((?P<state>[\w+]+)\)(?:: "(?P<name>[^"]+)")?')
-_FAULT = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[([^\]]+)\])? \(most recent call first\)")
+_THREAD = re.compile(
+    r'^\s*Thread (?:0x)?([0-9a-fA-F]+) \((?P<state>[\w+]+)\)(?:: "(?P<name>[^"]+)")?'
+)
+_FAULT = re.compile(
+    r"^(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[([^\]]+)\])? \(most recent call first\)"
+)
 _FRAME = re.compile(r"^\s+([\w.<>~]+) \(([^()]+?)(?::(\d+))?\)\s*$")
 _FAULT_FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+) in (\S+)')
 _RANK_OF = re.compile(r"\bRANK[= ](\d+)|\brank[= _](\d+)")
 _SAMPLE = re.compile(r"(?i)\bsample[ _#:]*(\d)|\b(second|2nd) (?:sample|dump)")
-_IDLE_THREADS = re.compile(r"tqdm|TMonitor|pin_memory|_monitor|ThreadPool|asyncio|QueueFeeder|wandb|watchdog|heartbeat", re.I)
+_IDLE_THREADS = re.compile(
+    r"tqdm|TMonitor|pin_memory|_monitor|ThreadPool|asyncio|QueueFeeder|wandb|watchdog|heartbeat",
+    re.I,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,10 @@ def read_stacks(probes: Iterable[Probe]) -> list[Stack]:
     """Every thread of every probe that holds stacks."""
     found: list[Stack] = []
     for probe in probes:
-        if re.search(r"py_?spy|stack|threads?|faulthandler|gdb", probe.key) or "Thread" in probe.text:
+        if (
+            re.search(r"py_?spy|stack|threads?|faulthandler|gdb", probe.key)
+            or "Thread" in probe.text
+        ):
             found += _read(probe)
     return found
 
@@ -67,7 +80,8 @@ def read_stacks(probes: Iterable[Probe]) -> list[Stack]:
 def _read(probe: Probe) -> list[Stack]:
     stacks: list[Stack] = []
     sample = int(m[1]) if (m := re.search(r"(\d)$", probe.key)) else 1
-    process, who, frames = "", "", []
+    process = who = ""
+    frames: list[str] = []
     at: Line | None = None
 
     def close() -> None:
@@ -155,6 +169,11 @@ def odd_one_out(probes: Probes) -> Odd | None:
 
 
 def _collective(stack: Stack) -> bool:
-    return re.search(
-        r"all_?reduce|all_?gather|reduce_scatter|broadcast|barrier|_wait_for|distributed_c10d|nccl", stack.where
-    ) is not None  # fmt: skip
+    return (
+        re.search(
+            r"all_?reduce|all_?gather|reduce_scatter|broadcast|barrier|_wait_for|"
+            r"distributed_c10d|nccl",
+            stack.where,
+        )
+        is not None
+    )

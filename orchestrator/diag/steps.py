@@ -1,7 +1,7 @@
 """Step lines of any trainer as numbers: step, loss, rate, accuracy, idle shares, queue depth.
 
-Read are our own line and JSON record, and the habits of nanoGPT, torchtitan, Megatron, Lightning and
-the transformers Trainer. A number that a line does not give is ``None``.
+Read are our own line and JSON record, and the habits of nanoGPT, torchtitan, Megatron, Lightning
+and the transformers Trainer. A number that a line does not give is ``None``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -38,10 +38,13 @@ _TOKENS = re.compile(
 _RATE = re.compile(r"([\d.]+)\s?(it/s|s/it|steps/s|s/step|iter/s|s/iter|samples/s)\b")
 _SECONDS = re.compile(
     r"^\[?step\s+(\d+)\]?:?\s+(?:took\s+)?([\d.]+) ?s\b"
-    r"|\b(?:step_time|time per iteration|iter_time|dt)\w*(?: \((ms)\))?['\"]?\s*[:=]\s*([\d.]+)\s?(ms|s)?"
+    r"|\b(?:step_time|time per iteration|iter_time|dt)\w*(?: "
+    r"\((ms)\))?['\"]?\s*[:=]\s*([\d.]+)\s?(ms|s)?"
     r"|\bt(?:ime|ook) ([\d.]+) ?(ms|s)\b"
 )
-_IDLE = re.compile(r"\bidle\s+t(?:arget)?\s+(\d+(?:\.\d+)?)\s?%\s+d(?:rafter)?\s+(\d+(?:\.\d+)?)\s?%")
+_IDLE = re.compile(
+    r"\bidle\s+t(?:arget)?\s+(\d+(?:\.\d+)?)\s?%\s+d(?:rafter)?\s+(\d+(?:\.\d+)?)\s?%"
+)
 _TARGET_IDLE = re.compile(
     r"\btarget[_ ](?:idle|wait|stall)\w*['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)\s?(%?)"
 )
@@ -55,8 +58,15 @@ _JSON_KEYS = {
     "step": ("step", "global_step", "iter", "iteration", "it"),
     "total": ("steps", "max_steps", "total_steps"),
     "loss": ("loss", "train_loss", "train/loss", "lm_loss"),
-    "tokens": ("tokens_per_s", "tok_s", "tps", "tokens_per_sec", "tokens_per_second", "tok/s",
-               "throughput"),
+    "tokens": (
+        "tokens_per_s",
+        "tok_s",
+        "tps",
+        "tokens_per_sec",
+        "tokens_per_second",
+        "tok/s",
+        "throughput",
+    ),
     "seconds": ("step_time", "step_s", "dt", "sec_per_step", "step_seconds"),
     "accuracy": ("accuracy", "acc"),
     "tau": ("tau", "acceptance"),
@@ -66,7 +76,7 @@ _JSON_KEYS = {
     "gradient": ("gradient_norm", "grad_norm", "gnorm"),
     "memory": ("memory_gb", "mem_gb", "mem"),
     "recompiles": ("recompiles",),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,7 @@ def read_step(line: Line) -> Step | None:
     seconds = _SECONDS.search(text)
     rate = _rate(text, seconds)
     tokens = _tokens(text)
+    total: int | None
     if bar is not None and loss is not None:
         number, total = int(bar[1]), int(bar[2])
     elif step is not None and (loss is not None or tokens is not None or rate is not None):
@@ -126,14 +137,20 @@ def read_step(line: Line) -> Step | None:
     idle = _IDLE.search(text)
     queue = _QUEUE.search(text)
     return Step(
-        line, number, total,
-        _float(loss), tokens, rate, _float(_ACCURACY.search(text)), _float(_TAU.search(text)),
+        line,
+        number,
+        total,
+        _float(loss),
+        tokens,
+        rate,
+        _float(_ACCURACY.search(text)),
+        _float(_TAU.search(text)),
         float(idle[1]) / 100 if idle else _share(_TARGET_IDLE.search(text)),
         float(idle[2]) / 100 if idle else _share(_DRAFTER_IDLE.search(text)),
         float(queue[1]) if queue else None,
         _float(_GRADIENT.search(text)),
         float(memory[1]) if (memory := _MEMORY.search(text)) else None,
-    )  # fmt: skip
+    )
 
 
 def _record(line: Line, text: str) -> Step | None:
@@ -162,19 +179,30 @@ def _record(line: Line, text: str) -> Step | None:
         line,
         int(step) if step is not None and math.isfinite(step) else None,
         int(total) if total is not None and math.isfinite(total) else None,
-        values["loss"], values["tokens"], 1 / seconds if seconds else None,
-        values["accuracy"], values["tau"], _fraction(values["target_idle"]),
-        _fraction(values["drafter_idle"]), values["queue"], values["gradient"], values["memory"],
-        int(recompiles) if recompiles is not None else None, _waiting(record),
-    )  # fmt: skip
+        values["loss"],
+        values["tokens"],
+        1 / seconds if seconds else None,
+        values["accuracy"],
+        values["tau"],
+        _fraction(values["target_idle"]),
+        _fraction(values["drafter_idle"]),
+        values["queue"],
+        values["gradient"],
+        values["memory"],
+        int(recompiles) if recompiles is not None else None,
+        _waiting(record),
+    )
 
 
 def _waiting(record: dict[str, object]) -> float | None:
     """Data time over all the times in the record."""
     times = {
-        k: v for k, v in ((k, _value(v)) for k, v in record.items())
-        if v is not None and re.search(r"_s$|_time$|_sec(?:onds)?$|_ms$", k) and k not in ("tok_s", "eta_s")
-    }  # fmt: skip
+        k: v
+        for k, v in ((k, _value(v)) for k, v in record.items())
+        if v is not None
+        and re.search(r"_s$|_time$|_sec(?:onds)?$|_ms$", k)
+        and k not in ("tok_s", "eta_s")
+    }
     data = sum(v for k, v in times.items() if re.match(r"data|load|fetch|batch_wait|wait", k))
     whole = max(sum(times.values()), 1e-9)
     return data / whole if data and len(times) >= 2 else None

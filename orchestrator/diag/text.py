@@ -26,11 +26,15 @@ _RANK = re.compile(
 # torch's own way of writing a rank inside the message, kept in the text.
 _INNER_RANK = re.compile(r"\[(?:PG [^\]]{0,60}|)\s?Rank (\d+)\]|^\[rank(\d+)\]:")
 _TAG = re.compile(
-    r"^\[((?!(?i:debug|info|warn|warning|error|critical|fatal|rank\d*|errno|y/n)\])[A-Za-z][\w.:-]{0,24})\]:?"
+    r"^\[((?!(?i:debug|info|warn|warning|error|critical|fatal|rank\d*|errno|"
+    r"y/n)\])[A-Za-z][\w.:-]{0,24})\]:?"
     r"[ ](?=.)"
 )
-_QUIET_TAG = re.compile(r"^(?:cfg|conf|config|args|argv|flags|env|cmd|options|settings|usage|help|hint)$")
-_MONTHS = {m: i for i, m in enumerate("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)}
+_QUIET_TAG = re.compile(
+    r"^(?:cfg|conf|config|args|argv|flags|env|cmd|options|settings|usage|help|hint)$"
+)
+_MONTH_NAMES = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec"
+_MONTHS = {name: i for i, name in enumerate(_MONTH_NAMES.split(), 1)}
 _ISO = re.compile(
     r"^[\[(]?(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,]\d+)?"
     r"(?:Z| ?UTC|[+-]\d\d:?\d\d)?[\])]?[ ,:|-]*"
@@ -67,7 +71,8 @@ _QUIET = re.compile(
     r")"
 )
 _EXCEPTION = re.compile(
-    r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Failed|Interrupt|Exit|Timeout|Warning|Closed)\b"
+    r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Failed|Interrupt|Exit|Timeout|Warning|"
+    r"Closed)\b"
 )
 DEFAULT_YEAR = 2000
 

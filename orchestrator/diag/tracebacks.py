@@ -1,7 +1,7 @@
 """Tracebacks as data: frames, type, message, chain, thread, rank.
 
-Ranks and threads interleave, so every stream (rank prefix, thread tag) is read by itself; within one
-stream several processes may still mix, which costs frames but never the exception's line.
+Ranks and threads interleave, so every stream (rank prefix, thread tag) is read by itself; within
+one stream several processes may still mix, which costs frames but never the exception's line.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _EXCEPTION = re.compile(
     r"|timeout|error|herror|LimitHit|NotImplemented|Exhausted|Overflow|Stop\w*|ProcessRaised\w*)"
     r"|Exception|error))(?::(?:[ ]|$)(?P<message>.*)|:?\s*$)"
 )
-_DOTTED = re.compile(
-    r"^(?P<type>(?:[a-z_]\w*\.)+[A-Z]\w*)(?::(?:[ ]|$)(?P<message>.*)|:?\s*$)"
-)
+_DOTTED = re.compile(r"^(?P<type>(?:[a-z_]\w*\.)+[A-Z]\w*)(?::(?:[ ]|$)(?P<message>.*)|:?\s*$)")
 _CAUSE = re.compile(r"The above exception was the direct cause of the following exception")
 _DURING = re.compile(r"During handling of the above exception, another exception occurred")
 _IGNORED = re.compile(r"^Exception ignored (?:in|on)")
@@ -231,9 +229,15 @@ def _close(stream: _Stream, line: Line, type_: str, message: str, found: list[Fa
     if stream.open:
         opened = stream.open.pop()
         failure = Failure(
-            type_, message.strip(), line, opened.first, line.number, opened.frames,
-            thread=opened.thread or line.tag, ignored=opened.ignored,
-        )  # fmt: skip
+            type_,
+            message.strip(),
+            line,
+            opened.first,
+            line.number,
+            opened.frames,
+            thread=opened.thread or line.tag,
+            ignored=opened.ignored,
+        )
         if opened.parent is not None:  # a worker's own traceback inside the one that re-raised it
             failure.inner = True
             opened.parent.cause = opened.parent.cause or failure

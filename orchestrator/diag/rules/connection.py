@@ -10,7 +10,8 @@ from orchestrator.diag.rules.shared import host_of
 
 WAY = r"ssh|connect|^pct|agent|tcp|ping|tail|exec"  # probes that tell of our own way in
 UNREACHABLE = (
-    r"ssh: connect to host \S+ port \d+: (?:Connection timed out|Connection refused|No route to host"
+    r"ssh: connect to host \S+ port \d+: (?:Connection timed out|Connection refused|"
+    r"No route to host"
     r"|Network is unreachable|Operation timed out|Host is down|Invalid argument)",
     r"ssh: Could not resolve hostname",
     r"Connection timed out during banner exchange",
@@ -34,7 +35,8 @@ AUTH = (
     r"Permission denied \((?:publickey|password|keyboard-interactive|gssapi|hostbased)[^)]*\)",
     r"Permission denied, please try again",
     r"Too many authentication failures",
-    r"(?:Bad)?Authentication(?:Exception|Type)?: ?(?:Authentication failed|Bad authentication type|\(')",
+    r"(?:Bad)?Authentication(?:Exception|Type)?: ?(?:Authentication failed|"
+    r"Bad authentication type|\(')",
     r"AuthenticationException",
     r"No authentication methods available",
     r"No supported authentication methods available",
@@ -98,10 +100,16 @@ def unreachable(e: Evidence) -> Iterator[Finding]:
     """OpenSSH and paramiko before any key is exchanged: DNS, TCP, banner. A key that is refused or
     differs proves that the host was reached, so those rules win."""
     hits = e.search(*UNREACHABLE, named=WAY)
-    hits += [h for h in e.search(r"gaierror|Name or service not known|Temporary failure in name resol")
-             if _about_ssh(h.line.text) or "ssh" in h.line.source]  # fmt: skip
-    hits += [h for h in e.search(r"Connection refused|No route to host|timed out", log=False)
-             if h.line.source in ("probe:ssh", "probe:tcp_22", "probe:connect", "probe:ping")]  # fmt: skip
+    hits += [
+        h
+        for h in e.search(r"gaierror|Name or service not known|Temporary failure in name resol")
+        if _about_ssh(h.line.text) or "ssh" in h.line.source
+    ]
+    hits += [
+        h
+        for h in e.search(r"Connection refused|No route to host|timed out", log=False)
+        if h.line.source in ("probe:ssh", "probe:tcp_22", "probe:connect", "probe:ping")
+    ]
     if not hits or e.search(*AUTH, named=WAY) or e.search(*HOST_KEY, named=WAY):
         return
     host = host_of(hits) or "HOST"
@@ -124,8 +132,12 @@ def _lost(e: Evidence, hits: list[Hit]) -> bool:
     word of the controller that it is connected does."""
     last = max((h.line.number for h in hits if h.line.source == "log"), default=0)
     back = e.search(
-        r"(?i)\b(?:reconnected|connected|connection (?:is )?(?:back|restored|established|ok)|connect: ok|channel open|"
-        r"link (?:is )?(?:back|up|restored)|(?:succeeded|ok) (?:after|on) (?:retry|attempt)|agent answered)\b", probes=False)
+        r"(?i)\b(?:reconnected|connected|connection (?:is )?(?:back|restored|established|ok)|"
+        r"connect: ok|channel open|"
+        r"link (?:is )?(?:back|up|restored)|(?:succeeded|ok) (?:after|on) (?:retry|attempt)|"
+        r"agent answered)\b",
+        probes=False,
+    )
     return not any(h.line.number > last for h in back) and e.outcome.state != "finished"
 
 

@@ -62,7 +62,8 @@ def missing(e: Evidence) -> Iterator[Finding]:
             "ct.missing",
             f"container {number} does not exist on this node",
             hits[:3],
-            f"pct list; pvesh get /cluster/resources --type vm | grep {number}   # which node has it\n"
+            "pct list; pvesh get /cluster/resources --type vm |"
+            f" grep {number}   # which node has it\n"
             f"dflashctl inventory discover",
             lasting=True,
         )
@@ -97,7 +98,9 @@ def frozen(e: Evidence) -> Iterator[Finding]:
     hits: list[Hit | Line] = []
     for li, _ in e.probes.search(r"\bfrozen[ :=]+1\b|^\s*(?:State:\s+)?(?:FROZEN|FREEZING)\b"):
         hits.append(li)
-    hits += [li for li, _ in e.probes.search(r"freezer\S*\s*[:=]?\s*FROZEN|status: (?:frozen|paused)")]
+    hits += [
+        li for li, _ in e.probes.search(r"freezer\S*\s*[:=]?\s*FROZEN|status: (?:frozen|paused)")
+    ]
     if not hits:
         hits += e.search(r"\b(?:container|CT)\b.*\b(?:is|all|are)\b.*\bfrozen\b", probes=False)
     if hits:
@@ -107,7 +110,8 @@ def frozen(e: Evidence) -> Iterator[Finding]:
             "ct.frozen",
             f"container {number} is frozen: every process in it stands still",
             [*hits[:3], *(li for li, _ in lock[:2])],
-            f"is a backup in suspend mode running? pvesh get /nodes/localhost/tasks --source active\n"
+            "is a backup in suspend mode running? pvesh get /nodes/localhost/tasks --source "
+            "active\n"
             f"wait for it, or: lxc-unfreeze -n {number}\n"
             f"for the future: back this container up in snapshot mode, outside of runs",
             lasting=True,
@@ -124,15 +128,18 @@ def locked(e: Evidence) -> Iterator[Finding]:
         hits += [h for h in e.search(r"trying to acquire (?:cfs )?lock") if not e.recovered(h.line)]
     if hits:
         number = container_of(e)
-        text = " ".join(getattr(h, "line", h).text for h in [*hits, *state])
+        text = " ".join((h.line if isinstance(h, Hit) else h).text for h in [*hits, *state])
         holder = re.search(r"lock(?:ed)?:? \(?(\w+)\)?", " ".join(s.text for s in state) or text)
-        other = [p for p in e.probes if re.search(r"\bpct (?:push|pull|restore|migrate)|vzdump", p.text)]
+        other = [
+            p for p in e.probes if re.search(r"\bpct (?:push|pull|restore|migrate)|vzdump", p.text)
+        ]
         yield e.found(
             "ct.locked",
             f"container {number}'s configuration is locked"
             + (f" ({holder[1]})" if holder and holder[1] != "file" else ""),
             [*hits[:3], *state[:1], *other[:1]],
-            f"who holds it: pvesh get /nodes/localhost/tasks --source active; ps ax | grep 'pct.*{number}'\n"
+            "who holds it: pvesh get /nodes/localhost/tasks --source active; ps ax |"
+            f" grep 'pct.*{number}'\n"
             f"wait for it; only if nothing runs any more: pct unlock {number}",
         )
 
@@ -141,7 +148,9 @@ def exec_failed(e: Evidence) -> Iterator[Finding]:
     """The way in is broken: cluster filesystem down (``ipcc_send_rec[1] failed``), not root, no
     quorum, lxc-attach's ``Failed to exec``, eaten options (``400 unable to parse option``). A tmux
     that lxc-attach cannot find is ``tmux.missing``."""
-    hits = [h for h in e.search(*EXEC) if '"tmux"' not in h.line.text and "/tmux" not in h.line.text]
+    hits = [
+        h for h in e.search(*EXEC) if '"tmux"' not in h.line.text and "/tmux" not in h.line.text
+    ]
     if hits:
         yield e.found(
             "ct.exec_failed",
@@ -158,17 +167,23 @@ _BOOT = r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
 
 
 def rebooted(e: Evidence) -> Iterator[Finding]:
-    """``/proc/sys/kernel/random/boot_id`` is another one than the run recorded; or the task log, the
-    journal and ``uptime`` tell of a restart during the run."""
+    """``/proc/sys/kernel/random/boot_id`` is another one than the run recorded; or the task log,
+    the journal and ``uptime`` tell of a restart during the run."""
     if e.outcome.state == "finished":
         return
     at: list[Probe | Line | Hit] = [p for p in e.probes if _two_boots(p)]
     if not e.probes.named("boot_?id"):  # else the ids decide: a task log tells of last week, too
-        at += [li for li, _ in e.probes.search(
-        r"\bvzreboot\b|boot id (?:changed|differs)|system boot.*(?:during|after)|-- (?:Boot|Reboot) ")]  # fmt: skip
+        at += [
+            li
+            for li, _ in e.probes.search(
+                r"\bvzreboot\b|boot id (?:changed|differs)|system boot.*(?:during|after)|"
+                r"-- (?:Boot|Reboot) "
+            )
+        ]
     at += e.search(
         r"[Bb]oot[ _]id (?:changed|differs|is (?:now|another|not))",
-        r"(?:container|CT) \S* ?(?:was |has been |been )?(?:rebooted|restarted) (?:under|during|while)",
+        r"(?:container|CT) \S* ?(?:was |has been |been )?(?:rebooted|restarted) (?:under|"
+        r"during|while)",
         r"different boot[ _]id|new boot[ _]id",
         probes=False,
     )
@@ -178,7 +193,8 @@ def rebooted(e: Evidence) -> Iterator[Finding]:
             "ct.rebooted",
             f"container {number} was restarted under the run",
             at[:4],
-            f"why: grep {number} /var/log/pve/tasks/index | tail; journalctl --list-boots | tail -3\n"
+            f"why: grep {number} /var/log/pve/tasks/index | tail; journalctl --list-boots |"
+            " tail -3\n"
             f"launch again: the newest complete checkpoint is resumed",
             confidence=0.93,
         )
@@ -191,15 +207,22 @@ def _two_boots(probe: Probe) -> bool:
     value = probe.value
     if isinstance(value, dict):
         about = "boot" in probe.key.lower()
-        ids = [str(v) for k, v in value.items() if isinstance(v, (str, int)) and
-               (about or "boot" in str(k)) and not re.search(r"time|date|when|host", str(k))]  # fmt: skip
+        ids = [
+            str(v)
+            for k, v in value.items()
+            if isinstance(v, (str, int))
+            and (about or "boot" in str(k))
+            and not re.search(r"time|date|when|host", str(k))
+        ]
         return len(ids) >= 2 and len(set(ids)) >= 2
     ids = re.findall(_BOOT, probe.text)
     if len(ids) >= 2:
         return len(set(ids)) >= 2
     labelled = re.findall(
         r"(?:run|start|recorded|before|then|old|was|launch|now|current|after|new)\w*[ :=]+"
-        r"([0-9a-f][0-9a-f.-]{3,})", probe.text)  # fmt: skip
+        r"([0-9a-f][0-9a-f.-]{3,})",
+        probe.text,
+    )
     return len(labelled) >= 2 and len(set(labelled)) >= 2
 
 

@@ -10,67 +10,101 @@ from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import path_in
 from orchestrator.diag.tracebacks import Failure
 
-_DATA_FILE = r"\.(?:jsonl?|parquet|arrow|csv|tsv|txt|npy|npz|bin|idx|zst|gz|tar|mds|lance)(?:\.\w+)?\b"
-_DATA_WORD = r"data|dataset|corpus|shard|train|valid|eval|prompts|mix|manifest|split|token(?:s|ized)"
+_DATA_FILE = (
+    r"\.(?:jsonl?|parquet|arrow|csv|tsv|txt|npy|npz|bin|idx|zst|gz|tar|mds|lance)(?:\.\w+)?\b"
+)
+_DATA_WORD = (
+    r"data|dataset|corpus|shard|train|valid|eval|prompts|mix|manifest|split|token(?:s|ized)"
+)
 MISSING = (
     r"DataFilesNotFoundError|EmptyDatasetError|DatasetNotFoundError",
     r"Unable to find '[^']+'",
     r"(?:Couldn't|Could not) find (?:any data file|a dataset script|file) (?:at|in)",
     r"doesn't contain any data files",
-    rf"No (?:such )?(?:data|shard|sample|training|matching)? ?files? (?:found|match)[^\n]*(?:{_DATA_WORD})",
-    rf"(?:no|0|zero) (?:shards?|samples|documents|examples|rows|data files) (?:found|in|at|under|match)",
-    rf"(?:data|dataset|shard|corpus|training)[ \w]*(?:file|path|folder|directory)[^\n]*(?:does not exist|not found|is missing)",
+    rf"No (?:such )?(?:data|shard|sample|training|matching)? ?files? (?:found|"
+    rf"match)[^\n]*(?:{_DATA_WORD})",
+    r"(?:no|0|zero) (?:shards?|samples|documents|examples|rows|data files) (?:found|in|at|"
+    r"under|match)",
+    r"(?:data|dataset|shard|corpus|training)[ \w]*(?:file|path|folder|"
+    r"directory)[^\n]*(?:does not exist|not found|is missing)",
     r"glob [^\n]*(?:matched|matches) (?:no|0|nothing)",
 )
 FORMAT = (
-    r"ArrowInvalid: (?:JSON parse error|Could not (?:open|convert)|Parquet|Not an Arrow|Column)|ArrowTypeError",
-    r"JSON parse error|Parquet magic bytes not found|Parquet file size is \d+ bytes|Couldn't deserialize thrift",
+    r"ArrowInvalid: (?:JSON parse error|Could not (?:open|convert)|Parquet|Not an Arrow|"
+    r"Column)|ArrowTypeError",
+    r"JSON parse error|Parquet magic bytes not found|Parquet file size is \d+ bytes|"
+    r"Couldn't deserialize thrift",
     r"DatasetGenerationError|DatasetGenerationCastError|CastError: Couldn't cast",
     r"(?:JSONDecodeError|json\.decoder)",
-    r"Not a gzipped file|Compressed file ended before the end-of-stream|BadGzipFile|CRC check failed",
+    r"Not a gzipped file|Compressed file ended before the end-of-stream|BadGzipFile|"
+    r"CRC check failed",
     r"ZstdError|zstd[^\n]*(?:Unknown frame descriptor|corrupt|decompress)|Data corruption detected",
     r"ParserError: Error tokenizing data|_csv\.Error|csv\.Error",
-    r"Cannot load file containing pickled data|cannot reshape array of size|Failed to interpret file",
-    r"(?:invalid|malformed|bad|corrupt(?:ed)?|truncated|unparsable) (?:JSON|json|line|record|sample|row|parquet|shard|document)\b",
-    r"(?:line|row|record|sample|document) \d+[^\n]{0,40}(?:is not valid|does not parse|invalid|malformed|missing (?:field|key|column)|"
+    r"Cannot load file containing pickled data|cannot reshape array of size|"
+    r"Failed to interpret file",
+    r"(?:invalid|malformed|bad|corrupt(?:ed)?|truncated|unparsable) (?:JSON|json|line|record|"
+    r"sample|row|parquet|shard|document)\b",
+    r"(?:line|row|record|sample|document) \d+[^\n]{0,40}(?:is not valid|does not parse|invalid|"
+    r"malformed|missing (?:field|key|column)|"
     r"has no ['\"]?(?:messages|conversations|text|content))",
     r"Unexpected (?:column|field|schema)|schema mismatch|column names don't match",
 )
 EMPTY = (
-    r"(?:no|0|zero|without) (?:supervised|trainable|assistant|target|labelled|labeled|loss|valid|response)[ _-]?"
+    r"(?:no|0|zero|without) (?:supervised|trainable|assistant|target|labelled|labeled|loss|"
+    r"valid|response)[ _-]?"
     r"(?:tokens?|labels?|targets?|positions?|anchors?)",
     r"(?:all|every) (?:labels?|targets?|tokens?) (?:are|is|were) (?:-100|masked|ignored)",
-    r"(?:loss|label|assistant|supervis\w+|response|target)[ _-]?masks? (?:is |are |was |were )?(?:all |entirely )?(?:zero|empty|0|False|None)",
-    r"(?:mask|labels?|supervised|assistant_masks?)[^\n]{0,40}(?:sum|count|total|tokens)[ =:]+0(?:\.0+)?\b",
+    r"(?:loss|label|assistant|supervis\w+|response|target)[ _-]?masks? (?:is |are |was |"
+    r"were )?(?:all |entirely )?(?:zero|empty|0|False|None)",
+    r"(?:mask|labels?|supervised|assistant_masks?)[^\n]{0,40}(?:sum|count|total|"
+    r"tokens)[ =:]+0(?:\.0+)?\b",
     r"no (?:valid |usable )?anchors?\b|(?:0|zero) (?:valid )?anchors?\b|anchors? ?[=:] ?0\b",
-    r"[Cc]ould not find (?:response|instruction) key .* in the following instance|This instance will be ignored in loss",
+    r"[Cc]ould not find (?:response|instruction) key .* in the following instance|"
+    r"This instance will be ignored in loss",
     r"return_assistant_tokens_mask==True but chat template does not contain `\{% generation %\}`",
-    r"(?:num_items_in_batch|n_supervised|n_loss_tokens|supervised_tokens|loss_tokens|weight_sum|target_tokens)['\" ]*[=:] ?0(?:\.0+)?\b",
-    r"nothing (?:is |was |left )?(?:to supervise|supervised|to train on)|no tokens? (?:left )?to (?:train|supervise)",
+    r"(?:num_items_in_batch|n_supervised|n_loss_tokens|supervised_tokens|loss_tokens|"
+    r"weight_sum|target_tokens)['\" ]*[=:] ?0(?:\.0+)?\b",
+    r"nothing (?:is |was |left )?(?:to supervise|supervised|to train on)|"
+    r"no tokens? (?:left )?to (?:train|supervise)",
     r"supervised (?:share|fraction|tokens)[ :=]+0(?:\.0+)?\s?%?(?:\s|$)",
 )
 TOKENIZER = (
-    r"(?:vocab(?:ulary)?[ _]?size|tokenizer|token(?:s| id)?)[^\n]*(?:outside|exceed|larger than|beyond|>=|out of range|does not (?:fit|match))"
+    r"(?:vocab(?:ulary)?[ _]?size|tokenizer|token(?:s| id)?)[^\n]*(?:outside|exceed|"
+    r"larger than|beyond|>=|out of range|does not (?:fit|match))"
     r"[^\n]*(?:vocab|embedding|model|table|rows|\d)",
-    r"(?:mask|pad|eos|bos|special|added)[ _]token(?:[ _]id)?\S* [^\n]*(?:not in|outside|missing|None|unknown|does not exist|not (?:set|defined|found))",
+    r"(?:mask|pad|eos|bos|special|added)[ _]token(?:[ _]id)?\S* [^\n]*(?:not in|outside|"
+    r"missing|None|unknown|does not exist|not (?:set|defined|found))",
     r"Asking to pad but the tokenizer does not have a padding token",
-    r"tokenizer\.chat_template is not set|no template argument was passed|does not have a (?:default )?chat template",
-    r"Conversation roles must alternate|jinja2\.exceptions\.\w+|TemplateError|TemplateSyntaxError|UndefinedError: ",
-    r"Couldn't instantiate the backend tokenizer|Can't load tokenizer for|Tokenizer class \S+ does not exist",
-    r"tokenizer (?:has|of|knows)[^\n]*(?:but|while|,)[^\n]*(?:model|embedding|target)[^\n]*(?:has|of|\d)",
+    r"tokenizer\.chat_template is not set|no template argument was passed|"
+    r"does not have a (?:default )?chat template",
+    r"Conversation roles must alternate|jinja2\.exceptions\.\w+|TemplateError|"
+    r"TemplateSyntaxError|UndefinedError: ",
+    r"Couldn't instantiate the backend tokenizer|Can't load tokenizer for|"
+    r"Tokenizer class \S+ does not exist",
+    r"tokenizer (?:has|of|knows)[^\n]*(?:but|while|,)[^\n]*(?:model|embedding|"
+    r"target)[^\n]*(?:has|of|\d)",
     r"len\(tokenizer\)[^\n]*\d+[^\n]*(?:embedding|vocab)",
-    r"(?:tokenizers?|vocabular(?:y|ies)) (?:differ|mismatch|do(?:es)? not (?:match|agree|fit))|(?:different|wrong) (?:tokenizer|vocabulary|chat template)",
+    r"(?:tokenizers?|vocabular(?:y|ies)) (?:differ|mismatch|do(?:es)? not (?:match|agree|fit))|"
+    r"(?:different|wrong) (?:tokenizer|vocabulary|chat template)",
     r"srcIndex < srcSelectDimSize|Indexing\.cu:\d+[^\n]*Assertion `(?:srcIndex|index|ind)",
 )
 
 
 def missing(e: Evidence) -> Iterator[Finding]:
-    """``FileNotFoundError`` on a data file, datasets' ``DataFilesNotFoundError`` / ``Unable to find``.
-    A model's file, a compile cache's, a command or a script are other codes."""
-    failures = [f for f in e.errors if f.name in ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")
-                and _is_data(f) and not e.recovered(f.line)]  # fmt: skip
-    hits = [h for h in e.search(*MISSING) if not e.recovered(h.line)
-            and not re.search(r"gated|authenticated|private", h.line.text)]  # fmt: skip
+    """``FileNotFoundError`` on a data file, datasets' ``DataFilesNotFoundError`` / ``Unable to
+    find``. A model's file, a compile cache's, a command or a script are other codes."""
+    failures = [
+        f
+        for f in e.errors
+        if f.name in ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")
+        and _is_data(f)
+        and not e.recovered(f.line)
+    ]
+    hits = [
+        h
+        for h in e.search(*MISSING)
+        if not e.recovered(h.line) and not re.search(r"gated|authenticated|private", h.line.text)
+    ]
     if not failures and not hits:
         return
     text = failures[0].message if failures else hits[0].line.text
@@ -79,8 +113,10 @@ def missing(e: Evidence) -> Iterator[Finding]:
         "data.missing",
         f"training data is absent: {path or text.strip()[:120]}",
         [*failures[:2], *hits[:2]],
-        f"in the container: ls -la {path.rsplit('/', 1)[0] if path else '/workspace/data'}; mount | grep workspace\n"
-        "is the mount point there (pct config CT | grep mp)? does the config name it as the container sees it?\n"
+        f"in the container: ls -la {path.rsplit('/', 1)[0] if path else '/workspace/data'}; "
+        "mount | grep workspace\n"
+        "is the mount point there (pct config CT | grep mp)? does the config name it as the "
+        "container sees it?\n"
         "copy it in: dflashctl push …",
         confidence=0.9,
     )
@@ -88,12 +124,19 @@ def missing(e: Evidence) -> Iterator[Finding]:
 
 def _is_data(failure: Failure) -> bool:
     message = failure.message
-    if re.search(r"safetensors|pytorch_model|/hub/|config\.json|tokenizer|\.pt\b|\.pth\b|ckpt|checkpoint|torchinductor|triton|"
-                 r"adapter|\.metadata|\.distcp|/(?:step|epoch|global_step)[-_]?\d+/|/dev/|\.so\b|\.cu?h\b|\.sh\b|\.py\b|\.ya?ml|\.toml", message):  # fmt: skip
+    if re.search(
+        r"safetensors|pytorch_model|/hub/|config\.json|tokenizer|\.pt\b|\.pth\b|ckpt|"
+        r"checkpoint|torchinductor|triton|"
+        r"adapter|\.metadata|\.distcp|/(?:step|epoch|global_step)[-_]?\d+/|/dev/|\.so\b|"
+        r"\.cu?h\b|\.sh\b|\.py\b|\.ya?ml|\.toml",
+        message,
+    ):
         return False
     if re.search(_DATA_FILE, message):
         return True
-    frames = " ".join(f"{fr.file} {fr.function} {fr.code}" for link in failure.chain() for fr in link.frames)
+    frames = " ".join(
+        f"{fr.file} {fr.function} {fr.code}" for link in failure.chain() for fr in link.frames
+    )
     path = path_in(message)
     return bool(path) and bool(
         re.search(rf"(?:{_DATA_WORD})", path, re.IGNORECASE)
@@ -102,64 +145,153 @@ def _is_data(failure: Failure) -> bool:
 
 
 def format_(e: Evidence) -> Iterator[Finding]:
-    """json, pyarrow, datasets, gzip, zstd and csv on a broken record or file; the message's row, else
-    the line the loader names. The same exception inside a compile cache or a config is not data."""
+    """json, pyarrow, datasets, gzip, zstd and csv on a broken record or file; the message's row,
+    else the line the loader names. The same exception inside a compile cache or a config is not
+    data."""
     failures = [
-        f for f in e.errors
-        if (f.name in ("JSONDecodeError", "ArrowInvalid", "DatasetGenerationError", "CastError", "BadGzipFile", "ZstdError",
-                       "ParserError", "DatasetGenerationCastError", "ArrowTypeError")
-            or (f.name in ("EOFError", "UnicodeDecodeError", "KeyError", "ValueError", "error", "ZlibError")
-                and _in_data_code(f)))
-        and not _in_cache(f) and not e.recovered(f.line)
-    ]  # fmt: skip
-    hits = [h for h in e.search(*FORMAT) if not e.recovered(h.line)
-            and not re.search(r"(?i)skip|ignor|drop|torchinductor|triton|codecache|checkpoint|ckpt|safetensors", h.line.text)]  # fmt: skip
-    hits = [h for h in hits if not any(_in_cache(f) and f.first <= h.line.number <= f.last for f in e.failures)]
+        f
+        for f in e.errors
+        if (
+            f.name
+            in (
+                "JSONDecodeError",
+                "ArrowInvalid",
+                "DatasetGenerationError",
+                "CastError",
+                "BadGzipFile",
+                "ZstdError",
+                "ParserError",
+                "DatasetGenerationCastError",
+                "ArrowTypeError",
+            )
+            or (
+                f.name
+                in (
+                    "EOFError",
+                    "UnicodeDecodeError",
+                    "KeyError",
+                    "ValueError",
+                    "error",
+                    "ZlibError",
+                )
+                and _in_data_code(f)
+            )
+        )
+        and not _in_cache(f)
+        and not e.recovered(f.line)
+    ]
+    hits = [
+        h
+        for h in e.search(*FORMAT)
+        if not e.recovered(h.line)
+        and not re.search(
+            r"(?i)skip|ignor|drop|torchinductor|triton|codecache|checkpoint|ckpt|safetensors",
+            h.line.text,
+        )
+    ]
+    hits = [
+        h
+        for h in hits
+        if not any(_in_cache(f) and f.first <= h.line.number <= f.last for f in e.failures)
+    ]
     if not failures and not hits:
         return
-    near = [li for li in e.lines for f in failures[:1] if 0 < li.number - f.line.number <= 3
-            and re.search(rf"{_DATA_FILE}|\b(?:line|sample|row|record) [\d,]+", li.text)]  # fmt: skip
-    where = re.search(rf"(\S+{_DATA_FILE})[^\n]*?(?:(?:line|row|sample|record|:)\s?([\d,]+))?", " ".join(
-        [*(li.text for li in near), *(f.message for f in failures[:2]), *(h.line.text for h in hits[:2])]))  # fmt: skip
+    near = [
+        li
+        for li in e.lines
+        for f in failures[:1]
+        if 0 < li.number - f.line.number <= 3
+        and re.search(rf"{_DATA_FILE}|\b(?:line|sample|row|record) [\d,]+", li.text)
+    ]
+    where = re.search(
+        rf"(\S+{_DATA_FILE})[^\n]*?(?:(?:line|row|sample|record|:)\s?([\d,]+))?",
+        " ".join(
+            [
+                *(li.text for li in near),
+                *(f.message for f in failures[:2]),
+                *(h.line.text for h in hits[:2]),
+            ]
+        ),
+    )
     name = where[1].strip("'\"(),") if where else ""
     yield e.found(
         "data.format",
-        "a record does not parse" + (f" in {name}" if name else "")
-        + (f": {failures[0].message.splitlines()[0][:120]}" if failures and failures[0].message else ""),
+        "a record does not parse"
+        + (f" in {name}" if name else "")
+        + (
+            f": {failures[0].message.splitlines()[0][:120]}"
+            if failures and failures[0].message
+            else ""
+        ),
         [*failures[:2], *near[:1], *hits[:2]],
-        f"python - <<'P'\nimport json\nfor n, line in enumerate(open('{name or 'FILE.jsonl'}'), 1):\n"
+        f"python - <<'P'\nimport json\nfor n, line in enumerate(open('{name or 'FILE.jsonl'}'),"
+        " 1):\n"
         "    try: json.loads(line)\n    except ValueError as e: print(n, e)\nP\n"
-        "the last line only: the copy was cut off; copy again and compare sha256sum; else mend or drop it",
+        "the last line only: the copy was cut off; copy again and compare sha256sum; else mend "
+        "or drop it",
         confidence=0.88,
-    )  # fmt: skip
+    )
 
 
 def _in_cache(failure: Failure) -> bool:
-    return any(re.search(r"codecache|triton/|_inductor|autograd_cache|transformers/|huggingface_hub|safetensors|configuration_",
-                         fr.file) for fr in failure.frames[-4:])  # fmt: skip
+    return any(
+        re.search(
+            r"codecache|triton/|_inductor|autograd_cache|transformers/|huggingface_hub|"
+            r"safetensors|configuration_",
+            fr.file,
+        )
+        for fr in failure.frames[-4:]
+    )
 
 
 def _in_data_code(failure: Failure) -> bool:
     """The innermost frame of the user's own is in code that reads data."""
     frames = failure.frames[-3:]
-    named = any(re.search(r"data|dataset|loader|collat|pack|shard|prepro|tokeniz|corpus|stream|reader", fr.file.rsplit("/", 1)[-1])
-                for fr in frames if not fr.library)  # fmt: skip
+    named = any(
+        re.search(
+            r"data|dataset|loader|collat|pack|shard|prepro|tokeniz|corpus|stream|reader",
+            fr.file.rsplit("/", 1)[-1],
+        )
+        for fr in frames
+        if not fr.library
+    )
     if failure.name == "KeyError":
-        return named and re.search(r"'(?:messages|conversations|text|content|role|input_ids|prompt|response|labels|"
-                                   r"completion|loss_mask|tokens?|from|value)'", failure.message) is not None  # fmt: skip
+        return (
+            named
+            and re.search(
+                r"'(?:messages|conversations|text|content|role|input_ids|prompt|response|labels|"
+                r"completion|loss_mask|tokens?|from|value)'",
+                failure.message,
+            )
+            is not None
+        )
     if failure.name == "ValueError":
-        return named and re.search(r"parse|invalid literal|could not convert|reshape|unpack|column|field|expected \d+ (?:fields|columns)",
-                                   failure.message) is not None  # fmt: skip
+        return (
+            named
+            and re.search(
+                r"parse|invalid literal|could not convert|reshape|unpack|column|field|"
+                r"expected \d+ (?:fields|columns)",
+                failure.message,
+            )
+            is not None
+        )
     if failure.name == "EOFError":
         return named or "end-of-stream" in failure.message
-    return named or any(re.search(r"json/|gzip|zstandard|csv|pyarrow|datasets/", fr.file) for fr in frames)
+    return named or any(
+        re.search(r"json/|gzip|zstandard|csv|pyarrow|datasets/", fr.file) for fr in frames
+    )
 
 
 def empty_mask(e: Evidence) -> Iterator[Finding]:
-    """No token left to learn from: the chat template does not mark the assistant's words, the marker
-    strings differ, everything was cut away. trl's ``Could not find response key``, transformers'
-    ``chat template does not contain {% generation %}``. A few such documents are skipped, not fatal."""
-    hits = [h for h in e.search(*EMPTY) if not re.search(r"(?i)warn_if|--|skipp?(?:ed|ing)? \d+ of", h.line.text)]
+    """No token left to learn from: the chat template does not mark the assistant's words, the
+    marker strings differ, everything was cut away. trl's ``Could not find response key``,
+    transformers' ``chat template does not contain {% generation %}``. A few such documents are
+    skipped, not fatal."""
+    hits = [
+        h
+        for h in e.search(*EMPTY)
+        if not re.search(r"(?i)warn_if|--|skipp?(?:ed|ing)? \d+ of", h.line.text)
+    ]
     nan = any(s.loss is None or s.loss != s.loss for s in e.series.losses()[-2:])
     hits = [h for h in hits if nan or not e.recovered(h.line)]
     zero = [s for s in e.series.losses() if s.loss == 0]
@@ -173,8 +305,10 @@ def empty_mask(e: Evidence) -> Iterator[Finding]:
         "no supervised token: there is nothing to learn from",
         [*hits[:4], *(s.line for s in zero[:2])],
         "look at one sample: decode the ids where the mask is 1\n"
-        "the chat template must mark the assistant: {% generation %} … {% endgeneration %}, or the markers in\n"
-        "the config must equal the template's (<|im_start|>assistant); longer sequences if answers are cut off",
+        "the chat template must mark the assistant: {% generation %} … {% endgeneration %}, or "
+        "the markers in\n"
+        "the config must equal the template's (<|im_start|>assistant); longer sequences if "
+        "answers are cut off",
         confidence=0.88,
         severity="fatal",
         lasting=flat or nan,
@@ -183,13 +317,25 @@ def empty_mask(e: Evidence) -> Iterator[Finding]:
 
 def tokenizer(e: Evidence) -> Iterator[Finding]:
     """A vocabulary larger than the embedding (``index out of range in self``, the device's
-    ``srcIndex < srcSelectDimSize``), a mask or pad token that is not there, no chat template, or one
-    that refuses the roles (jinja2)."""
-    hits = [h for h in e.search(*TOKENIZER) if not e.recovered(h.line)
-            and not re.search(r"Special tokens have been added|FutureWarning|fine-tuned|longer than the specified maximum", h.line.text)]  # fmt: skip
-    index = [f for f in e.errors if f.name == "IndexError" and "index out of range in self" in f.message]
+    ``srcIndex < srcSelectDimSize``), a mask or pad token that is not there, no chat template, or
+    one that refuses the roles (jinja2)."""
+    hits = [
+        h
+        for h in e.search(*TOKENIZER)
+        if not e.recovered(h.line)
+        and not re.search(
+            r"Special tokens have been added|FutureWarning|fine-tuned|"
+            r"longer than the specified maximum",
+            h.line.text,
+        )
+    ]
+    index = [
+        f for f in e.errors if f.name == "IndexError" and "index out of range in self" in f.message
+    ]
     device = [h for h in hits if "srcIndex" in h.line.text or "Indexing.cu" in h.line.text]
-    embedding = any(re.search(r"embed", f"{fr.function} {fr.code}") for f in e.errors for fr in f.frames)
+    embedding = any(
+        re.search(r"embed", f"{fr.function} {fr.code}") for f in e.errors for fr in f.frames
+    )
     named = [h for h in hits if h not in device]
     counts = _counts(e)
     if not (named or (index and embedding) or (device and (counts or named))):
@@ -203,9 +349,11 @@ def tokenizer(e: Evidence) -> Iterator[Finding]:
         "data.tokenizer",
         title,
         [*named[:3], *device[:1], *index[:1]],
-        "python -c \"from transformers import AutoTokenizer, AutoConfig; t=AutoTokenizer.from_pretrained(P); "
-        "print(len(t), AutoConfig.from_pretrained(P).vocab_size)\"\n"
-        "tokenize with the target's own tokenizer; data tokenized for another model must be made again\n"
+        'python -c "from transformers import AutoTokenizer, AutoConfig; '
+        "t=AutoTokenizer.from_pretrained(P); "
+        'print(len(t), AutoConfig.from_pretrained(P).vocab_size)"\n'
+        "tokenize with the target's own tokenizer; data tokenized for another model must be "
+        "made again\n"
         "a mask token must be an id below the number of embedding rows",
         confidence=0.9,
     )
@@ -214,15 +362,23 @@ def tokenizer(e: Evidence) -> Iterator[Finding]:
 def _counts(e: Evidence) -> tuple[str, str] | None:
     """The tokenizer's size and the embedding's, if both are printed and do not fit."""
     number = r"\b(\d{1,3}(?:,\d{3})+|\d{4,7})\b"
-    words = e.search(rf"(?i)\b(?:tokenizer|vocab\w*|max(?:imum)? (?:token )?id|token ids?)\b[^\n]*?{number}", quiet=True)
-    rows = e.search(rf"(?i)\b(?:embedding|embed_tokens|lm_head|model vocab\w*|config vocab\w*)\b[^\n]*?{number}", quiet=True)
+    words = e.search(
+        rf"(?i)\b(?:tokenizer|vocab\w*|max(?:imum)? (?:token )?id|token ids?)\b[^\n]*?{number}",
+        quiet=True,
+    )
+    rows = e.search(
+        rf"(?i)\b(?:embedding|embed_tokens|lm_head|model vocab\w*|"
+        rf"config vocab\w*)\b[^\n]*?{number}",
+        quiet=True,
+    )
     for a in words:
         for b in rows:
             if a.line is not b.line and int(a[1].replace(",", "")) > int(b[1].replace(",", "")):
                 return a[1], b[1]
     for hit in e.search(
-        r"(?:tokenizer|vocab\w*|token ids?|max(?:imum)? (?:token )?id)\D{0,30}(\d{4,7})\D{1,40}(?:embedding|model|rows|table|weight)\D{0,20}(\d{4,7})",
-    ):  # fmt: skip
+        r"(?:tokenizer|vocab\w*|token ids?|max(?:imum)? (?:token "
+        r")?id)\D{0,30}(\d{4,7})\D{1,40}(?:embedding|model|rows|table|weight)\D{0,20}(\d{4,7})",
+    ):
         if int(hit[1]) >= int(hit[2]):
             return hit[1], hit[2]
     return None

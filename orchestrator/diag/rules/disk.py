@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import container_of, mount_of, path_in
-from orchestrator.diag.text import Line
 
 NO_SPACE = (
     r"No space left on device",
@@ -26,22 +25,28 @@ WRITER = (
 )
 THIN = (
     r"out-of-data-space|out of (?:meta)?data space|^\S+ +\S+ +t\S+ .* 100\.00\b",
-    r"dm-thin|thin(?: |-)?pool.*(?:out of (?:data )?space|full|100)|device-mapper: thin:.*(?:no free|out of)",
+    r"dm-thin|thin(?: |-)?pool.*(?:out of (?:data )?space|full|100)|"
+    r"device-mapper: thin:.*(?:no free|out of)",
     r"(?:pool|pve/data).*(?:reached|Data%?)\D{0,20}100|Suspending .* out of space",
 )
 READONLY = (
     r"Read-only file system|\[Errno 30\]|\bEROFS\b|os error 30\b|ReadOnlyFilesystem",
     r"Remounting filesystem read-only|remounted? read-only|emergency_ro",
-    r"EXT4-fs (?:error|\([^)]*\): .*(?:error|abort))|XFS \([^)]*\): .*(?:[Ss]hutting down|corruption|error)",
-    r"Buffer I/O error on dev|(?:blk_update_request|print_req_error): (?:critical )?(?:I/O|medium) error",
+    r"EXT4-fs (?:error|\([^)]*\): .*(?:error|abort))|XFS \([^)]*\): .*(?:[Ss]hutting down|"
+    r"corruption|error)",
+    r"Buffer I/O error on dev|(?:blk_update_request|print_req_error): (?:critical )?(?:I/O|"
+    r"medium) error",
     r"I/O error, dev (?:sd|nvme|vd|dm-)\w*",
     r"\[Errno 5\]|Input/output error|\bEIO\b|os error 5\b",
     r"\[Errno 116\]|Stale file handle|\bESTALE\b|os error 116\b",
     r"\[Errno 121\]|Remote I/O error|\[Errno 107\]|Transport endpoint is not connected",
     r"nvme\d+: (?:controller is down|I/O \d+ .* timeout|.*removing after probe failure)",
-    r"BTRFS.*(?:forced readonly|error)|pool '?\S+'? (?:is|has been) suspended|ZFS.*(?:suspended|I/O failure)",
+    r"BTRFS.*(?:forced readonly|error)|pool '?\S+'? (?:is|has been) suspended|"
+    r"ZFS.*(?:suspended|I/O failure)",
 )
-_CACHE = re.compile(r"torchinductor|/\.triton|triton/cache|inductor_cache|/torch_compile|TORCHINDUCTOR")
+_CACHE = re.compile(
+    r"torchinductor|/\.triton|triton/cache|inductor_cache|/torch_compile|TORCHINDUCTOR"
+)
 _SHM = re.compile(r"/dev/shm|shared memory|nccl-shm|</?torch_|posix_fallocate|shmutils|include/shm")
 
 
@@ -52,12 +57,20 @@ def full(e: Evidence) -> Iterator[Finding]:
     plain = [h for h in e.search(*NO_SPACE) if not _SHM.search(h.line.text)]
     cache = [h for h in plain if _CACHE.search(h.line.text)]
     if cache:  # that path's own finding; the same error elsewhere is ours
-        plain = [h for h in plain if not _CACHE.search(h.line.text) and h.line.source == "log"
-                 and path_in(h.line.text)]  # fmt: skip
+        plain = [
+            h
+            for h in plain
+            if not _CACHE.search(h.line.text) and h.line.source == "log" and path_in(h.line.text)
+        ]
     writer = e.search(*WRITER)
     thin = e.search(*THIN, system=True)
-    fulls = [m for m in e.probes.mounts if m.percent >= 99 and m.path not in ("/dev/shm", "/snap")
-             and not m.path.startswith(("/snap/", "/sys", "/proc", "/boot"))]  # fmt: skip
+    fulls = [
+        m
+        for m in e.probes.mounts
+        if m.percent >= 99
+        and m.path not in ("/dev/shm", "/snap")
+        and not m.path.startswith(("/snap/", "/sys", "/proc", "/boot"))
+    ]
     hits: list[Hit] = [*plain, *thin]
     if writer and (fulls or plain or _room_unknown(e)):
         hits += writer
@@ -71,14 +84,18 @@ def full(e: Evidence) -> Iterator[Finding]:
     quota = any(re.search(r"quota|EDQUOT|Errno 122", h.line.text) for h in plain)
     inodes = named is not None and named.inodes
     what = "the quota is used up" if quota else "no inodes left" if inodes else "no space left"
-    where = f" on {named.path} ({named.size}, {named.percent} %)" if named else (
-        f" under {path}" if path else "")  # fmt: skip
+    where = (
+        f" on {named.path} ({named.size}, {named.percent} %)"
+        if named
+        else (f" under {path}" if path else "")
+    )
     number = container_of(e)
     yield e.found(
         "disk.full",
         what + where,
         [*hits[:4], *(m.line for m in fulls[:2])],
-        f"df -h; df -i; du -xh --max-depth=2 {named.path if named else '/workspace'} | sort -h | tail\n"
+        f"df -h; df -i; du -xh --max-depth=2 {named.path if named else '/workspace'} |"
+        " sort -h | tail\n"
         "delete old checkpoints (keep the newest complete one), *.tmp files, ~/.cache\n"
         f"grow it: pct resize {number} rootfs +50G   (or the mount point mpN)"
         + ("\nthe thin pool itself: lvs -a; lvextend on the host" if thin else ""),
@@ -93,8 +110,12 @@ def _room_unknown(e: Evidence) -> bool:
 def readonly(e: Evidence) -> Iterator[Finding]:
     """Errno 30, 5 and 116; ext4's ``Remounting filesystem read-only``, block layer's ``I/O error,
     dev sda``; a network mount that went stale."""
-    hits = [h for h in e.search(*READONLY, system=True) if not re.search(r"\btty\b|pty|console|NVRM", h.line.text)
-            and not _CACHE.search(h.line.text)]  # fmt: skip
+    hits = [
+        h
+        for h in e.search(*READONLY, system=True)
+        if not re.search(r"\btty\b|pty|console|NVRM", h.line.text)
+        and not _CACHE.search(h.line.text)
+    ]
     log = [h for h in hits if h.line.source == "log"]
     if not log and not _writes_failed(e, hits):
         return
@@ -123,8 +144,11 @@ def makedirs(e: Evidence) -> Iterator[Finding]:
     """``PermissionError: [Errno 13]`` on a path of the run: an unprivileged container's mapped ids
     (``nobody nogroup``), or a mount with other owners. It has no code of its own: it is the user's
     error to mend."""
-    hits = [f for f in e.raised(r"PermissionError", r"Errno (?:1|13)\b")
-            if not re.search(r"/dev/|torchinductor|triton", f.message)]  # fmt: skip
+    hits = [
+        f
+        for f in e.raised(r"PermissionError", r"Errno (?:1|13)\b")
+        if not re.search(r"/dev/|torchinductor|triton", f.message)
+    ]
     if hits:
         path = path_in(hits[0].message)
         yield e.found(

@@ -16,24 +16,29 @@ VERSION = (
     r"version `(?:GLIBC|GLIBCXX|CXXABI|CUDA)[_\d.]*' not found",
     r"PyTorch and torch(?:vision|audio) were compiled with different CUDA",
     r"operator torchvision::nms does not exist",
-    r"compiled using NumPy 1\.x cannot be run in NumPy 2|numpy\.(?:dtype|ufunc) size changed|_ARRAY_API not found",
+    r"compiled using NumPy 1\.x cannot be run in NumPy 2|numpy\.(?:dtype|ufunc) size changed|"
+    r"_ARRAY_API not found",
     r"\S+[<>=!~]=?[\d.]+\S* is required for a normal functioning of this module,? but found",
     r"ImportError: \S+[<>=!]=?[\d.]\S* is required",
-    r"requires? (?:the )?\S+ ?(?:>=|==|<=|~=|<|>) ?[\d.]+\S*,? but (?:you have|found|got|it is|installed)",
+    r"requires? (?:the )?\S+ ?(?:>=|==|<=|~=|<|>) ?[\d.]+\S*,? but (?:you have|found|got|it is|"
+    r"installed)",
     r"VersionConflict|ContextualVersionConflict|DistributionNotFound",
     r"Torch not compiled with CUDA enabled",
     r"Transformers does not recognize this architecture",
     r"KeyError: '(?:qwen|llama|mistral|gemma|deepseek|phi|glm)\w*'",
     r"data did not match any variant of untagged enum",
-    r"(?:needs|requires|supports only|is only supported (?:on|with)) (?:torch|triton|transformers|Python|CUDA|NCCL)"
+    r"(?:needs|requires|supports only|is only supported (?:on|with)) (?:torch|triton|"
+    r"transformers|Python|CUDA|NCCL)"
     r" ?(?:>=|==|<|>|version|at least)? ?\d[\d.]*[^\n]*(?:but|found|have|got|is)",
     r"Incompatible (?:version|torch|CUDA)|version mismatch: |incompatible with the installed",
     r"has (?:been )?(?:detected|found) (?:an )?incompatible",
     r"requires a different Python|python_requires|Python 3\.\d+ (?:or (?:newer|later)|is required)",
     r"magic number in .*\.pyc|bad magic number",
-    r"cannot import name '\w+' from '(?:torch|transformers|triton|huggingface_hub|tokenizers|datasets|accelerate"
+    r"cannot import name '\w+' from '(?:torch|transformers|triton|huggingface_hub|tokenizers|"
+    r"datasets|accelerate"
     r"|numpy|safetensors|peft|trl|flash_attn|pydantic\w*|typing_extensions|collections|typing)",
-    r"module '(?:torch|transformers|triton|numpy|datasets|accelerate|tokenizers|huggingface_hub|np|pydantic)"
+    r"module '(?:torch|transformers|triton|numpy|datasets|accelerate|tokenizers|"
+    r"huggingface_hub|np|pydantic)"
     r"[\w.]*' has no attribute",
 )
 PATH = (
@@ -41,7 +46,8 @@ PATH = (
     r"(?:^|: )command not found: ([\w./+-]+)",
     r"exec: \"([^\"]+)\": executable file not found in \$PATH",
     r"/usr/bin/env: ['‘]?([\w./+-]+)['’]?: No such file or directory",
-    r"FileNotFoundError: \[Errno 2\] No such file or directory: '((?:\w[\w+-]*)|/usr/\S*bin/\S+)'\s*$",
+    r"FileNotFoundError: \[Errno 2\] No such file or directory: '((?:\w[\w+-]*)|"
+    r"/usr/\S*bin/\S+)'\s*$",
     r'Failed to exec "([^"]+)"',
     r"(?:which: no|no) ([\w+-]+) in \(",
     r"(?:bash|sh): (?:line \d+: )?(/\S*bin/[\w.+-]+): No such file or directory",
@@ -61,32 +67,50 @@ CLOCK = (
     r"[Cc]lock skew detected",
     r"modification time [\d.e+]+ s in the future|has modification time .* in the future",
     r"time ?stamp (?:\S+ ){0,4}(?:is |lies )?[\d.]* ?s?(?:ec\w*)? ?in the future",
-    r"certificate is not yet valid|certificate has expired or is not yet valid|CERTIFICATE_VERIFY_FAILED[^\n]*not yet valid",
+    r"certificate is not yet valid|certificate has expired or is not yet valid|"
+    r"CERTIFICATE_VERIFY_FAILED[^\n]*not yet valid",
     r"RequestTimeTooSkewed|difference between the request time and the (?:current|server) time",
-    r"(?:host|node|system|container|peer) ?clocks? (?:is |are |differ|off|skew|drift|ahead|behind)[^\n]*",
-    r"clock (?:is|went|jumped|moved|stepped|ran|runs)[^\n]*(?:back|ahead|behind|forward|off|future|past)",
-    r"(?:token|signature|JWT|ticket)[^\n]*(?:not yet valid|used before issued|iat\b)|Clock skew too great",
-    r"[Tt]ime (?:went|jumped|moved) backwards?|heartbeat[^\n]*(?:from|in) the future|negative (?:elapsed|duration|interval|age)",
+    r"(?:host|node|system|container|peer) ?clocks? (?:is |are |differ|off|skew|drift|ahead|"
+    r"behind)[^\n]*",
+    r"clock (?:is|went|jumped|moved|stepped|ran|runs)[^\n]*(?:back|ahead|behind|forward|off|"
+    r"future|past)",
+    r"(?:token|signature|JWT|ticket)[^\n]*(?:not yet valid|used before issued|iat\b)|"
+    r"Clock skew too great",
+    r"[Tt]ime (?:went|jumped|moved) backwards?|heartbeat[^\n]*(?:from|in) the future|"
+    r"negative (?:elapsed|duration|interval|age)",
     r"System clock synchronized: no",
     r"(?:age|elapsed|ago|since)[ =:]+-\d+",
 )
 
 
 def missing_module(e: Evidence) -> Iterator[Finding]:
-    """``ModuleNotFoundError: No module named 'x'`` (first party files excepted), a shared library that
-    cannot be opened. The same words in an optional import that was caught are nothing."""
-    failures = [f for f in e.errors if f.name == "ModuleNotFoundError"
-                or (f.name in ("ImportError", "OSError") and "cannot open shared object" in f.message)]  # fmt: skip
+    """``ModuleNotFoundError: No module named 'x'`` (first party files excepted), a shared
+    library that cannot be opened. The same words in an optional import that was caught are
+    nothing."""
+    failures = [
+        f
+        for f in e.errors
+        if f.name == "ModuleNotFoundError"
+        or (f.name in ("ImportError", "OSError") and "cannot open shared object" in f.message)
+    ]
     failures = [f for f in failures if not re.search(r"libcuda\.so|libnvidia-ml", f.message)]
     hits: list[Failure | Hit] = [f for f in failures if not f.inner or f.root is f]
-    hits += [h for h in e.search(r"^(?:/\S+/)?python[\d.]*: No module named (\S+)",
-                                 r"^ImportError: [^\n]*requires the (\S+) (?:library|package)")]  # fmt: skip
+    hits += [
+        h
+        for h in e.search(
+            r"^(?:/\S+/)?python[\d.]*: No module named (\S+)",
+            r"^ImportError: [^\n]*requires the (\S+) (?:library|package)",
+        )
+    ]
     if not hits:
         return
     first = hits[0]
     text = first.text if isinstance(first, Failure) else first.line.text
-    name = re.search(r"No module named '?([\w.-]+)'?|^(\S+): cannot open shared|(lib\S+\.so[\d.]*)|the (\S+) lib",
-                     text.split(": ", 1)[-1])  # fmt: skip
+    name = re.search(
+        r"No module named '?([\w.-]+)'?|^(\S+): cannot open shared|(lib\S+\.so[\d.]*)|"
+        r"the (\S+) lib",
+        text.split(": ", 1)[-1],
+    )
     module = next((g for g in name.groups() if g), "") if name else ""
     frozen = e.probes.named(r"env_?(?:diff|drift)|frozen")
     yield e.found(
@@ -94,7 +118,8 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         f"{module or 'a module'} is not installed in the interpreter that ran",
         hits[:3],
         f"dflashctl env diff; dflashctl env sync\n"
-        f"or by hand: {_python(e)} -m pip install {module.split('.')[0].replace('_', '-') or 'NAME'}\n"
+        f"or by hand: {_python(e)} -m pip install "
+        f"{module.split('.')[0].replace('_', '-') or 'NAME'}\n"
         f"is it the right interpreter? {_python(e)} -c 'import sys; print(sys.prefix, sys.path)'",
         confidence=0.9 if not frozen else 0.85,
     )
@@ -118,17 +143,29 @@ def versions(e: Evidence) -> Iterator[Finding]:
     hits = [h for h in e.search(*VERSION) if not e.recovered(h.line)]
     hits = [h for h in hits if not re.search(r"UserWarning|FutureWarning|Deprecat", h.line.text)]
     inner = [
-        f for f in e.errors
+        f
+        for f in e.errors
         if f.name in ("ImportError", "AttributeError", "TypeError")
-        and re.search(r"cannot import name|has no attribute|unexpected keyword argument|partially init", f.message)
-        and f.frames and f.frames[-1].library and not e.recovered(f.line) and f.name != "TypeError"
-    ]  # fmt: skip
+        and re.search(
+            r"cannot import name|has no attribute|unexpected keyword argument|partially init",
+            f.message,
+        )
+        and f.frames
+        and f.frames[-1].library
+        and not e.recovered(f.line)
+        and f.name != "TypeError"
+    ]
     own = [f for f in inner if "cannot import name" in f.message and _own_module(f)]
     inner = [f for f in inner if f not in own]
     if not hits and not inner:
         return
     check = e.probes.search(r"\bhas requirement\b|requires .* but you have|which is not installed")
-    lists = [li for li, _ in e.probes.search(r"^\s*[+-]?\s?(?:torch|nvidia-nccl\S*|transformers|triton|numpy|tokenizers)\b.*\d")]
+    lists = [
+        li
+        for li, _ in e.probes.search(
+            r"^\s*[+-]?\s?(?:torch|nvidia-nccl\S*|transformers|triton|numpy|tokenizers)\b.*\d"
+        )
+    ]
     what = (hits[0].line.text if hits else inner[0].text).strip()
     yield e.found(
         "env.version",
@@ -136,7 +173,8 @@ def versions(e: Evidence) -> Iterator[Finding]:
         [*hits[:3], *inner[:2], *(li for li, _ in check[:2]), *lists[:2]],
         f"{_python(e)} -m pip check; dflashctl env diff\n"
         "dflashctl env sync   # back to the frozen environment\n"
-        "several nvidia-nccl or torch builds at once: uninstall all of them, then install one torch",
+        "several nvidia-nccl or torch builds at once: uninstall all of them, then install one "
+        "torch",
         confidence=0.88,
     )
 
@@ -148,29 +186,56 @@ def _own_module(failure: Failure) -> bool:
 
 
 def drift(e: Evidence) -> Iterator[Finding]:
-    """The environment differs from the frozen one, and the failure is of the kind that this makes: a
-    library that calls another in an old or new way. A difference beside an unrelated failure, or
-    on a healthy run, is no finding."""
-    probes = [p for p in e.probes if re.search(r"env_?(?:diff|drift)|freeze|lock_?diff", p.key) or
-              re.search(r"frozen .* vs|drift|differs? from (?:the )?(?:frozen|lock)", p.text)]  # fmt: skip
+    """The environment differs from the frozen one, and the failure is of the kind that this
+    makes: a library that calls another in an old or new way. A difference beside an unrelated
+    failure, or on a healthy run, is no finding."""
+    probes = [
+        p
+        for p in e.probes
+        if re.search(r"env_?(?:diff|drift)|freeze|lock_?diff", p.key)
+        or re.search(r"frozen .* vs|drift|differs? from (?:the )?(?:frozen|lock)", p.text)
+    ]
     changed: list[Line] = []
     for probe in probes:
-        rows = [li for li in probe.lines if re.match(r"\s*[-+~!<>] ?[\w.-]+ ?(?:==|@|->| )|.*(?:->|→|=>).*\d", li.text)]
+        rows = [
+            li
+            for li in probe.lines
+            if re.match(r"\s*[-+~!<>] ?[\w.-]+ ?(?:==|@|->| )|.*(?:->|→|=>).*\d", li.text)
+        ]
         changed += rows
-    changed += [h.line for h in e.search(
-        r"environment (?:differs|drifted|has changed)|(?:differs|drift(?:ed)?) from (?:the )?(?:frozen|lock)", probes=False)]  # fmt: skip
+    changed += [
+        h.line
+        for h in e.search(
+            r"environment (?:differs|drifted|has changed)|(?:differs|"
+            r"drift(?:ed)?) from (?:the )?(?:frozen|lock)",
+            probes=False,
+        )
+    ]
     if not changed or e.outcome.state in ("finished", "running"):
         return
-    names = {m[1].lower().replace("_", "-") for li in changed
-             if (m := re.match(r"\s*[-+~!<>]?\s*([A-Za-z][\w.-]*)", li.text)) is not None}  # fmt: skip
+    names = {
+        m[1].lower().replace("_", "-")
+        for li in changed
+        if (m := re.match(r"\s*[-+~!<>]?\s*([A-Za-z][\w.-]*)", li.text)) is not None
+    }
     blamed = [
-        f for f in e.errors
-        if not f.inner and not e.recovered(f.line)
-        and (_names_package(f, names) or f.name in ("ImportError", "AttributeError", "ModuleNotFoundError"))
-    ]  # fmt: skip
+        f
+        for f in e.errors
+        if not f.inner
+        and not e.recovered(f.line)
+        and (
+            _names_package(f, names)
+            or f.name in ("ImportError", "AttributeError", "ModuleNotFoundError")
+        )
+    ]
     slow = not e.errors and e.outcome.state != "failed"
-    if not blamed and not (slow and e.outcome.ended is None and len(changed) > 0 and e.outcome.state == "unknown"
-                           and not e.series):  # fmt: skip
+    if not blamed and not (
+        slow
+        and e.outcome.ended is None
+        and len(changed) > 0
+        and e.outcome.state == "unknown"
+        and not e.series
+    ):
         return
     yield e.found(
         "env.drift",
@@ -185,16 +250,32 @@ def drift(e: Evidence) -> Iterator[Finding]:
 
 def _names_package(failure: Failure, names: set[str]) -> bool:
     files = " ".join(fr.file for link in failure.chain() for fr in link.frames)
-    packages = {p.lower().replace("_", "-") for p in re.findall(r"(?:site|dist)-packages/([\w.-]+?)/", files)}
-    code_error = failure.name in ("TypeError", "AttributeError", "ImportError", "KeyError", "RuntimeError",
-                                  "ValueError", "NotImplementedError", "ModuleNotFoundError")  # fmt: skip
+    packages = {
+        p.lower().replace("_", "-")
+        for p in re.findall(r"(?:site|dist)-packages/([\w.-]+?)/", files)
+    }
+    code_error = failure.name in (
+        "TypeError",
+        "AttributeError",
+        "ImportError",
+        "KeyError",
+        "RuntimeError",
+        "ValueError",
+        "NotImplementedError",
+        "ModuleNotFoundError",
+    )
     return code_error and bool(packages & names)
 
 
 def command_path(e: Evidence) -> Iterator[Finding]:
     """127 and the shells' ways to say it (``bash: line 1: torchrun: command not found``, dash's
-    ``python: not found``, lxc-attach's ``Failed to exec "x"``). pct exec's PATH lacks /usr/local."""
-    hits = [h for h in e.search(*PATH) if not _TOOLS_ELSEWHERE.search(h.match[h.match.lastindex or 0] or "")]
+    ``python: not found``, lxc-attach's ``Failed to exec "x"``). pct exec's PATH lacks
+    /usr/local."""
+    hits = [
+        h
+        for h in e.search(*PATH)
+        if not _TOOLS_ELSEWHERE.search(h.match[h.match.lastindex or 0] or "")
+    ]
     hits = [h for h in hits if not _ignored(e, h)]
     log = [h for h in hits if h.line.source == "log"]
     if not log or e.series:
@@ -206,7 +287,8 @@ def command_path(e: Evidence) -> Iterator[Finding]:
         f"{name} is not on the container's PATH",
         [*log[-3:], *(li for li, _ in where[:1])],
         f"in the container: command -v {name}; ls /usr/local/bin /opt/*/bin | grep {name}\n"
-        "pct exec gives PATH=/sbin:/bin:/usr/sbin:/usr/bin: export PATH=/opt/venv/bin:/usr/local/bin:$PATH\n"
+        "pct exec gives PATH=/sbin:/bin:/usr/sbin:/usr/bin: export "
+        "PATH=/opt/venv/bin:/usr/local/bin:$PATH\n"
         "in start_training.sh, or set `python:` in the inventory; Debian has python3, not python",
         confidence=0.9,
     )
@@ -227,8 +309,9 @@ def locale(e: Evidence) -> Iterator[Finding]:
     zipped = [h for h in hits if "zip()" in h.line.text]
     if zipped and len(zipped) == len(hits):
         tmux = any("tmux" in fr.file for f in e.errors for fr in f.frames) or e.search(r"libtmux")
-        posix = e.probes.has(r"LANG=(?:C|POSIX)?\s*$|LC_ALL=(?:C|POSIX)?\s*$|ANSI_X3|POSIX") or e.search(
-            r"cannot change locale|LC_ALL|LANG=", quiet=True)  # fmt: skip
+        posix = e.probes.has(
+            r"LANG=(?:C|POSIX)?\s*$|LC_ALL=(?:C|POSIX)?\s*$|ANSI_X3|POSIX"
+        ) or e.search(r"cannot change locale|LC_ALL|LANG=", quiet=True)
         if not tmux and not posix:
             return
     if not hits:
@@ -248,7 +331,9 @@ def clock(e: Evidence) -> Iterator[Finding]:
     """make's ``Clock skew detected``, TLS ``certificate is not yet valid``, S3's
     RequestTimeTooSkewed; or host and container (or node and node) that tell times apart by more
     than a minute."""
-    hits: list[Hit | Line | Probe] = [h for h in e.search(*CLOCK) if not e.recovered(h.line) or _lasting(h)]
+    hits: list[Hit | Line | Probe] = [
+        h for h in e.search(*CLOCK) if not e.recovered(h.line) or _lasting(h)
+    ]
     dates: list[tuple[float, Probe]] = []
     for probe in e.probes.named(r"date|now|clock|time$"):
         if isinstance(probe.value, dict):
@@ -262,8 +347,13 @@ def clock(e: Evidence) -> Iterator[Finding]:
         hosts = {p.key.startswith(("host", "node", "pve")) or "host" in p.key for _, p in dates}
         if high[0] - low[0] > 60 and len(hosts) == 2:
             hits += [low[1], high[1]]
-    hits += [p for p in e.probes if isinstance(p.value, dict) for k, v in p.value.items()
-             if re.search(r"skew|offset", str(k)) and isinstance(v, (int, float)) and abs(v) > 30]  # fmt: skip
+    hits += [
+        p
+        for p in e.probes
+        if isinstance(p.value, dict)
+        for k, v in p.value.items()
+        if re.search(r"skew|offset", str(k)) and isinstance(v, (int, float)) and abs(v) > 30
+    ]
     if not hits or e.outcome.state == "finished":
         return
     strong = [h for h in hits if not (isinstance(h, Hit) and "synchronized" in h.line.text)]
@@ -274,7 +364,8 @@ def clock(e: Evidence) -> Iterator[Finding]:
         "the clocks of container, host or peers differ",
         hits[:4],
         "on the host: timedatectl; chronyc tracking; systemctl enable --now chrony\n"
-        "the container has the host's clock: mend the host; then touch files that lie in the future:\n"
+        "the container has the host's clock: mend the host; then touch files that lie in the "
+        "future:\n"
         "find /workspace -newermt now -exec touch {} +",
         confidence=0.88,
     )

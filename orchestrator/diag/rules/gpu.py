@@ -36,9 +36,11 @@ ARCH = (
     r"PyTorch no longer supports this GPU because it is too old",
     r"GPUTooOldForTriton|too old to be supported by the triton GPU compiler",
     r"(?:FlashAttention|flash_attn)[^\n]*only supports (?:Ampere|Hopper|Turing) GPUs",
-    r"the provided PTX was compiled with an unsupported toolchain|CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+    r"the provided PTX was compiled with an unsupported toolchain|"
+    r"CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
     r"device kernel image is invalid|CUDA_ERROR_INVALID_(?:IMAGE|PTX)|CUDA_ERROR_NO_BINARY_FOR_GPU",
-    r"(?:requires|needs) (?:compute capability|CUDA capability|sm_)\D{0,10}\d+[^\n]*(?:but|found|got)",
+    r"(?:requires|needs) (?:compute capability|CUDA capability|sm_)\D{0,10}\d+[^\n]*(?:but|"
+    r"found|got)",
 )
 # NVIDIA's Xid catalogue: number, meaning, whether the card or driver (and not the program) failed.
 XIDS: dict[int, tuple[str, bool]] = {
@@ -103,7 +105,9 @@ def out_of_memory(e: Evidence) -> Iterator[Finding]:
     hits = [h for h in e.search(*OOM) if not _TRITON.search(h.line.text)]
     if not hits:
         return
-    text = next((h.line.text for h in hits if "Tried to allocate" in h.line.text), hits[0].line.text)
+    text = next(
+        (h.line.text for h in hits if "Tried to allocate" in h.line.text), hits[0].line.text
+    )
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
     free = re.search(r"of which ([\d.]+ \w+) is free", text)
     reserved = re.search(r"([\d.]+) (GiB|MiB) is reserved by PyTorch but unallocated", text)
@@ -122,17 +126,22 @@ def out_of_memory(e: Evidence) -> Iterator[Finding]:
         "gpu.oom",
         title,
         hits[:3],
-        ("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True   # fragmentation\n" if fragmented else "")
+        (
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True   # fragmentation\n"
+            if fragmented
+            else ""
+        )
         + "python -m trainer check config.yaml   # what the run needs\n"
         "smaller batch or sequence length, fewer anchors, activation checkpointing\n"
         "nvidia-smi   # does anybody else hold memory on that card?",
         confidence=0.95,
-    )  # fmt: skip
+    )
 
 
 def xid(e: Evidence) -> Iterator[Finding]:
-    """``NVRM: Xid (PCI:0000:db:00): 48, pid=…`` in the host's kernel log. 13, 31, 43, 45 and 69 come
-    from the program (an illegal access): there the program's error leads, and the Xid is a remark."""
+    """``NVRM: Xid (PCI:0000:db:00): 48, pid=…`` in the host's kernel log. 13, 31, 43, 45 and 69
+    come from the program (an illegal access): there the program's error leads, and the Xid is a
+    remark."""
     lines: list[tuple[Line, int]] = []
     for hit in e.search(_XID, system=True):
         number = int(hit[2] or hit[3])
@@ -158,16 +167,20 @@ def _xid_finding(
 ) -> Finding:
     numbers = sorted({n for _, n in lines})
     named = "; ".join(f"Xid {n}: {XIDS.get(n, ('not in the catalogue', True))[0]}" for n in numbers)
-    bus = re.search(r"(?:PCI:|GPU )?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})",
-                    lines[0][0].text if lines else lost[0].text)  # fmt: skip
+    bus = re.search(
+        r"(?:PCI:|GPU )?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})",
+        lines[0][0].text if lines else lost[0].text,
+    )
     where = f" on {bus[1]}" if bus else ""
     return e.found(
         "gpu.xid",
         (named or "a GPU was lost") + where,
         [*(li for li, _ in lines[:4]), *lost[:3]],
         "on the host: dmesg -T | grep -i xid; nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT\n"
-        "drain the card, stop its containers, then nvidia-smi --gpu-reset -i N, or reboot the host\n"
-        "79, 74, 54: reseat the card, check power, riser and temperature; 48, 63, 64, 94, 95: RMA if it\n"
+        "drain the card, stop its containers, then nvidia-smi --gpu-reset -i N, or reboot the "
+        "host\n"
+        "79, 74, 54: reseat the card, check power, riser and temperature; 48, 63, 64, 94, 95: "
+        "RMA if it\n"
         "comes back; 119, 120: update driver and firmware",
         severity="fatal" if severity == "fatal" else "info",
         confidence=confidence,
@@ -185,15 +198,22 @@ def _in_trouble(e: Evidence) -> bool:
 def _advancing(e: Evidence) -> bool:
     """Running, and its last words are steps."""
     now, write = e.probes.now, e.probes.last_write
-    silent = e.probes.silence is not None or (now is not None and write is not None and now - write > 600)
+    silent = e.probes.silence is not None or (
+        now is not None and write is not None and now - write > 600
+    )
     return bool(e.series) and e.outcome.last_line - e.outcome.last_step_line < 5 and not silent
 
 
 def _unrelated(e: Evidence) -> bool:
     """The run died of an exception that no card can cause."""
-    errors = [f for f in e.errors if f.headed and f.line.source == "log" and not e.recovered(f.line)]
+    errors = [
+        f for f in e.errors if f.headed and f.line.source == "log" and not e.recovered(f.line)
+    ]
     return bool(errors) and not any(
-        re.search(r"(?i)cuda|nccl|nvml|gpu|device|cudnn|cublas|watchdog|DataLoader|timeout|timed out", f.text)
+        re.search(
+            r"(?i)cuda|nccl|nvml|gpu|device|cudnn|cublas|watchdog|DataLoader|timeout|timed out",
+            f.text,
+        )
         for f in errors
     )
 
@@ -201,7 +221,11 @@ def _unrelated(e: Evidence) -> bool:
 def illegal_access(e: Evidence) -> Iterator[Finding]:
     """CUDA 700, 716, 710 and the kernels' own ``Assertion `t >= 0 && t < n_classes` failed``, which
     comes before the host notices. Later collectives time out: that is the echo."""
-    hits = [h for h in e.search(*ILLEGAL) if not re.search(r"\.cpp:\d+: .*Assertion|python: ", h.line.text)]
+    hits = [
+        h
+        for h in e.search(*ILLEGAL)
+        if not re.search(r"\.cpp:\d+: .*Assertion|python: ", h.line.text)
+    ]
     if not hits:
         return
     kernel = next((h for h in hits if "Assertion" in h.line.text), None)
@@ -209,8 +233,11 @@ def illegal_access(e: Evidence) -> Iterator[Finding]:
     if kernel is not None:
         asserted = re.search(r"Assertion `?([^`']+)[`']? failed", kernel.line.text)
         title += f"assertion {asserted[1]}" if asserted else "assertion"
-        if re.search(r"t >= 0 && t < n_classes|srcIndex < srcSelectDimSize|index out of bounds|"
-                     r"index < sizes|idx_dim", kernel.line.text):  # fmt: skip
+        if re.search(
+            r"t >= 0 && t < n_classes|srcIndex < srcSelectDimSize|index out of bounds|"
+            r"index < sizes|idx_dim",
+            kernel.line.text,
+        ):
             title += " (an index or label outside of its table)"
     else:
         title += hits[0].match[0][:80]
@@ -218,7 +245,8 @@ def illegal_access(e: Evidence) -> Iterator[Finding]:
         "gpu.illegal_access",
         title,
         hits[:4],
-        "CUDA_LAUNCH_BLOCKING=1 TORCH_USE_CUDA_DSA=1 on a short run: the traceback then points right\n"
+        "CUDA_LAUNCH_BLOCKING=1 TORCH_USE_CUDA_DSA=1 on a short run: the traceback then points "
+        "right\n"
         "compute-sanitizer --tool memcheck python …   # for one's own kernels\n"
         "labels and token ids: assert 0 <= x < size on the CPU before the step",
         confidence=0.92,
@@ -229,27 +257,36 @@ def arch(e: Evidence) -> Iterator[Finding]:
     """CUDA 209 ``no kernel image is available``: the wheel has no code for this card. torch warns
     before: ``sm_120 is not compatible``, ``Found GPU0 … which is of cuda capability 3.7``."""
     hits = e.search(*ARCH)
-    hard = [h for h in hits if "is not compatible" not in h.line.text and "no longer" not in h.line.text]
-    card = e.search(r"Found GPU\d+ .*(?:cuda capability|too old)|(?:Minimum|maximum).*cuda capability")
+    hard = [
+        h for h in hits if "is not compatible" not in h.line.text and "no longer" not in h.line.text
+    ]
+    card = e.search(
+        r"Found GPU\d+ .*(?:cuda capability|too old)|(?:Minimum|maximum).*cuda capability"
+    )
     if not hits or (not hard and e.recovered(hits[0].line)):
         return
     yield e.found(
         "gpu.arch_unsupported",
         "this torch (or extension) has no code for this GPU",
         [*card[:1], *(hard or hits)[:3]],
-        "python -c 'import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())'\n"
-        "install a wheel that lists it (newer cards: newer CUDA; Volta and older: torch ≤ 2.7 cu126)\n"
+        "python -c 'import torch; print(torch.cuda.get_device_capability(), "
+        "torch.cuda.get_arch_list())'\n"
+        "install a wheel that lists it (newer cards: newer CUDA; Volta and older: torch ≤ 2.7 "
+        "cu126)\n"
         "rebuild extensions: TORCH_CUDA_ARCH_LIST='9.0;12.0' pip install --no-build-isolation …",
         confidence=0.92 if hard else 0.75,
     )
 
 
 _REASONS = (
-    r"(?:SW Power Cap|HW Slowdown|HW Thermal Slowdown|HW Power Brake(?: Slowdown)?|SW Thermal Slowdown|"
+    r"(?:SW Power Cap|HW Slowdown|HW Thermal Slowdown|HW Power Brake(?: Slowdown)?|"
+    r"SW Thermal Slowdown|"
     r"Sync Boost)\s*:? +Active",
     r"(?i)clocks_(?:throttle|event)_reasons\S*\D{1,5}0x0*[1-9a-f]\w*",
-    r"(?:CPU|GPU|[Pp]ackage).{0,20}temperature above threshold|thermal (?:slowdown|throttl)|power brake",
-    r"(?i)\bthrottl(?:ed|ing)\b[^\n]*(?:thermal|power|heat|temp)|(?:thermal|power|heat)[^\n]*\bthrottl(?:ed|ing)\b",
+    r"(?:CPU|GPU|[Pp]ackage).{0,20}temperature above threshold|thermal (?:slowdown|throttl)|"
+    r"power brake",
+    r"(?i)\bthrottl(?:ed|ing)\b[^\n]*(?:thermal|power|heat|temp)|(?:thermal|power|"
+    r"heat)[^\n]*\bthrottl(?:ed|ing)\b",
 )
 
 
@@ -257,7 +294,8 @@ def throttled(e: Evidence) -> Iterator[Finding]:
     """nvidia-smi's clock event reasons (``SW Power Cap : Active``), or a busy card far below its
     sisters' or its own maximum clock."""
     hits = [h for h in e.search(*_REASONS, system=True) if "Not Active" not in h.line.text]
-    # A power cap that costs little is every full card's daily life: it needs low clocks or a slow run.
+    # A power cap that costs little is every full card's daily life: it needs low clocks or a slow
+    # run.
     hot = [h for h in hits if not re.search(r"SW Power Cap|Sync Boost|0x0+4\b", h.match[0])]
     slow = _slow_clocks(e)
     if not (slow or hot):
@@ -269,7 +307,8 @@ def throttled(e: Evidence) -> Iterator[Finding]:
         "GPU clocks are held down" + (f": {slow[0].text.strip()[:90]}" if slow else ""),
         [*slow[:3], *hits[:3]],
         "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE\n"
-        "heat: fans, airflow, filters, inlet temperature; power: nvidia-smi -pl WATTS, cables, PSU\n"
+        "heat: fans, airflow, filters, inlet temperature; power: nvidia-smi -pl WATTS, cables, "
+        "PSU\n"
         "a clock lock left behind: nvidia-smi -rgc",
         severity="warning",
         confidence=0.88,
@@ -279,9 +318,7 @@ def throttled(e: Evidence) -> Iterator[Finding]:
 
 def _slow_clocks(e: Evidence) -> list[Line]:
     rows: list[tuple[float, float, Line]] = []
-    for li, m in e.probes.search(
-        r"^\s*\d+, .*?(\d{1,3}) %.*?(\d{2,5}) MHz(?:.*?(\d{2,5}) MHz)?"
-    ):
+    for li, m in e.probes.search(r"^\s*\d+, .*?(\d{1,3}) %.*?(\d{2,5}) MHz(?:.*?(\d{2,5}) MHz)?"):
         util, clock, top = float(m[1]), float(m[2]), m[3]
         if util >= 50:
             rows.append((clock, max(float(top or 0), clock), li))

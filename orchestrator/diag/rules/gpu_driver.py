@@ -15,7 +15,8 @@ MISMATCH = (
     r"Driver/library version mismatch",
     r"unsupported display driver ?/ ?cuda driver combination",
     r"API mismatch: the client has (?:the )?version",
-    r"\bError 80[34]:|Cuda failure 80[34]\b|cudaErrorSystemDriverMismatch|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+    r"\bError 80[34]:|Cuda failure 80[34]\b|cudaErrorSystemDriverMismatch|"
+    r"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
     r"forward compatibility was attempted on non supported HW|cudaErrorCompatNotSupported",
     r"driver version is insufficient for CUDA runtime version|cudaErrorInsufficientDriver",
     r"NVIDIA driver on your system is too old",
@@ -25,7 +26,8 @@ DRIVER_MISSING = (
     r"couldn't communicate with the NVIDIA driver",
     r"libcuda\.so(?:\.1)?: cannot open shared object file",
     r"libcuda\.so(?:\.1)?(?: cannot found| not found)|[Cc]ould not (?:load|find)[^\n]*libcuda",
-    r"NVML Shared Library Not Found|libnvidia-ml\.so(?:\.1)?: cannot open|couldn't find libnvidia-ml",
+    r"NVML Shared Library Not Found|libnvidia-ml\.so(?:\.1)?: cannot open|"
+    r"couldn't find libnvidia-ml",
     r"Module nvidia not found|could not insert 'nvidia'",
     r"nvidia-smi: (?:command )?not found",
     r"CUDA driver initialization failed|CUDA_ERROR_NO_DRIVER|CUDA_ERROR_STUB_LIBRARY",
@@ -34,9 +36,11 @@ DRIVER_MISSING = (
 NONE = (
     r"No CUDA GPUs are available",
     r"no CUDA-capable device is detected|cudaErrorNoDevice|CUDA_ERROR_NO_DEVICE",
-    r"invalid device ordinal|cudaErrorInvalidDevice|Invalid device id|AcceleratorError: .*invalid device",
+    r"invalid device ordinal|cudaErrorInvalidDevice|Invalid device id|"
+    r"AcceleratorError: .*invalid device",
     r"No devices were found",
-    r"(?:CUDA|GPU) (?:is )?(?:not available|unavailable)|no GPUs? (?:found|available|visible|detected)",
+    r"(?:CUDA|GPU) (?:is )?(?:not available|unavailable)|no GPUs? (?:found|available|visible|"
+    r"detected)",
     r"Attempting to deserialize object on a CUDA device but torch\.cuda\.is_available\(\) is False",
     r"Attempting to deserialize object on CUDA device \d+ but torch\.cuda\.device_count\(\) is \d+",
     r"ProcessGroupNCCL is only supported with GPUs, no GPUs found",
@@ -44,7 +48,8 @@ NONE = (
 )
 UNKNOWN_INIT = (
     r"CUDA unknown error - this may be due to an incorrectly set up environment",
-    r"CUDA (?:driver )?initialization(?:: |\b.*)(?:CUDA unknown error|[Uu]nexpected error|initialization error)",
+    r"CUDA (?:driver )?initialization(?:: |\b.*)(?:CUDA unknown error|[Uu]nexpected error|"
+    r"initialization error)",
     r"CUDA error: (?:unknown error|initialization error|operation not supported)",
     r"cudaErrorUnknown|cudaErrorInitializationError|CUDA_ERROR_UNKNOWN|cuInit.* (?:999|3)\b",
     r"Error 999\b|returned 999\b|Cuda failure 'unknown error'|Cuda failure 999",
@@ -66,15 +71,16 @@ BUSY = (
 
 
 def mismatch(e: Evidence) -> Iterator[Finding]:
-    """CUDA error 803 and NVML's ``Driver/library version mismatch`` (the host's module was upgraded,
-    the container's library was not, or the reverse), NVRM's ``API mismatch``, 804 and 35."""
+    """CUDA error 803 and NVML's ``Driver/library version mismatch`` (the host's module was
+    upgraded, the container's library was not, or the reverse), NVRM's ``API mismatch``, 804 and
+    35."""
     hits = e.search(*MISMATCH, system=True)
-    if not hits or not (
-        e.search(*MISMATCH) or e.search(*NONE, *UNKNOWN_INIT, *DRIVER_MISSING)
-    ):
+    if not hits or not (e.search(*MISMATCH) or e.search(*NONE, *UNKNOWN_INIT, *DRIVER_MISSING)):
         return  # the kernel's own word on some other process
     old = any("too old" in h.line.text or "insufficient" in h.line.text for h in hits)
-    versions = e.probes.search(r"NVML library version|NVRM version|client has|Kernel Module|Driver Version")
+    versions = e.probes.search(
+        r"NVML library version|NVRM version|client has|Kernel Module|Driver Version"
+    )
     number = container_of(e)
     yield e.found(
         "gpu.driver_mismatch",
@@ -84,9 +90,14 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
         [*hits[:4], *(li for li, _ in versions[:2])],
         f"on the host: cat /proc/driver/nvidia/version\n"
         f"in the container: nvidia-smi --version; ls -l /usr/lib/x86_64-linux-gnu/libcuda.so.*\n"
-        f"install the same version inside (NVIDIA-Linux-*.run --no-kernel-module), pct reboot {number};\n"
+        "install the same version inside (NVIDIA-Linux-*.run --no-kernel-module), pct reboot "
+        f"{number};\n"
         "after a host upgrade reboot the host or reload the modules"
-        + ("\nor take a torch wheel for an older CUDA: pip install torch --index-url …/cu126" if old else ""),
+        + (
+            "\nor take a torch wheel for an older CUDA: pip install torch --index-url …/cu126"
+            if old
+            else ""
+        ),
         confidence=0.93,
     )
 
@@ -117,48 +128,60 @@ def nodes(e: Evidence) -> Iterator[Finding]:
     (the module's number is dynamic and changes at a reboot) gives the same words."""
     trouble: list[Hit] = [*e.search(*UNKNOWN_INIT), *e.search(*NONE, *DRIVER_MISSING)]
     invalid = [n for n in e.probes.nodes if _invalid(n, e.probes.majors)]
-    enxio = [li for li, _ in e.probes.search(r"/dev/nvidia\S*[^\n]*(?:ENXIO|ENODEV|No such device)")]
+    enxio = [
+        li for li, _ in e.probes.search(r"/dev/nvidia\S*[^\n]*(?:ENXIO|ENODEV|No such device)")
+    ]
     number = container_of(e)
     if invalid or enxio:
         node = invalid[0] if invalid else None
         major = e.probes.majors.get("nvidia-uvm")
         how = (
-            "" if node is None
-            else f"{node.path} is a plain file" if node.kind != "c"
-            else f"{node.path} has major {node.major}, the driver has {_want(node, e.probes.majors)}"
-        )  # fmt: skip
+            ""
+            if node is None
+            else f"{node.path} is a plain file"
+            if node.kind != "c"
+            else f"{node.path} has major {node.major}, the driver has "
+            f"{_want(node, e.probes.majors)}"
+        )
         yield e.found(
             "gpu.node_invalid",
             how or "a device node points to no driver",
             [*(n.line for n in invalid[:2]), *enxio[:1], *trouble[:2]],
             f"on the host: ls -l /dev/nvidia*; grep nvidia /proc/devices; nvidia-modprobe -u -c 0\n"
-            f"in /etc/pve/lxc/{number}.conf: lxc.cgroup2.devices.allow: c {major or 'MAJOR'}:* rwm and the "
-            f"bind mounts\npct stop {number}; rm the plain files under the rootfs's /dev; pct start {number}",
+            f"in /etc/pve/lxc/{number}.conf: lxc.cgroup2.devices.allow: c {major or 'MAJOR'}:* "
+            "rwm and the "
+            f"bind mounts\npct stop {number}; rm the plain files under the rootfs's /dev; pct "
+            f"start {number}",
             confidence=0.96,
         )
         return
     listed = [n.path for n in e.probes.nodes]
     absent = [
-        li for li, _ in e.probes.search(
+        li
+        for li, _ in e.probes.search(
             r"/dev/nvidia-uvm\S*['\"]?:? (?:No such file|missing|absent|not found)"
-            r"|cannot access '?/dev/nvidia-uvm|nvidia-uvm[^\n]*(?:ENOENT|does not exist|missing|absent)")
-    ]  # fmt: skip
+            r"|cannot access '?/dev/nvidia-uvm|nvidia-uvm[^\n]*(?:ENOENT|does not exist|"
+            r"missing|absent)"
+        )
+    ]
     absent += [h.line for h in e.search(r"/dev/nvidia-uvm\S*:? No such file", probes=False)]
     has_gpu = any(re.fullmatch(r"/dev/nvidia\d+", p) for p in listed)
     unlisted = has_gpu and not any(p == "/dev/nvidia-uvm" for p in listed)
     also = e.probes.search(r"/dev/nvidia-uvm\b") if not absent else []
     if absent or (unlisted and trouble and not also):
-        at = [*absent[:2], *trouble[:2]]
+        at: list[Hit | Line] = [*absent[:2], *trouble[:2]]
         if not absent:
             at += [n.line for n in e.probes.nodes[:3]]
         yield e.found(
             "gpu.uvm_missing",
             "/dev/nvidia-uvm is absent in the container: nvidia-smi works, CUDA does not",
             at,
-            f"on the host: modprobe nvidia_uvm && nvidia-modprobe -u -c 0 && ls -l /dev/nvidia-uvm*\n"
+            "on the host: modprobe nvidia_uvm && nvidia-modprobe -u -c 0 && ls -l "
+            "/dev/nvidia-uvm*\n"
             f"in /etc/pve/lxc/{number}.conf:\n"
             "lxc.mount.entry: /dev/nvidia-uvm dev/nvidia-uvm none bind,optional,create=file\n"
-            "lxc.mount.entry: /dev/nvidia-uvm-tools dev/nvidia-uvm-tools none bind,optional,create=file\n"
+            "lxc.mount.entry: /dev/nvidia-uvm-tools dev/nvidia-uvm-tools none "
+            "bind,optional,create=file\n"
             f"pct reboot {number}; at boot: echo nvidia_uvm >> /etc/modules-load.d/nvidia.conf",
             confidence=0.93,
         )
@@ -190,8 +213,11 @@ def permission(e: Evidence) -> Iterator[Finding]:
     """EPERM (the cgroup's device list lacks ``c 195:* rwm``, or systemd reloaded it away: NVML's
     ``Unknown Error``) or EACCES (mode or mapped owner of the node)."""
     hits = [h for h in e.search(*PERMISSION) if "(publickey" not in h.line.text]
-    closed = [n for n in e.probes.nodes if n.kind == "c" and "nvidia" in n.path
-              and "rw" not in n.mode[6:9]]  # fmt: skip
+    closed = [
+        n
+        for n in e.probes.nodes
+        if n.kind == "c" and "nvidia" in n.path and "rw" not in n.mode[6:9]
+    ]
     trouble = e.search(*UNKNOWN_INIT, *NONE)
     if closed and trouble and not hits:
         at: list[Hit | Line] = [*(n.line for n in closed[:2]), *trouble[:2]]
@@ -206,16 +232,19 @@ def permission(e: Evidence) -> Iterator[Finding]:
         at,
         f"in /etc/pve/lxc/{number}.conf: lxc.cgroup2.devices.allow: c 195:* rwm\n"
         "lxc.cgroup2.devices.allow: c MAJOR_OF_UVM:* rwm   (grep nvidia-uvm /proc/devices)\n"
-        f"pct reboot {number}; modes: chmod 666 /dev/nvidia* on the host; in an unprivileged container\n"
+        f"pct reboot {number}; modes: chmod 666 /dev/nvidia* on the host; in an unprivileged "
+        "container\n"
         f"dev0: /dev/nvidia0,mode=0666 in the config sets the owner",
         confidence=0.9,
     )
 
 
 def none(e: Evidence) -> Iterator[Finding]:
-    """``No CUDA GPUs are available`` (100), ``invalid device ordinal`` (101): the driver answers, no
-    device is visible, usually by CUDA_VISIBLE_DEVICES or by fewer GPUs than ranks."""
-    hits = [h for h in e.search(*NONE) if not re.search(r"using cpu|fall", h.line.text, re.IGNORECASE)]
+    """``No CUDA GPUs are available`` (100), ``invalid device ordinal`` (101): the driver
+    answers, no device is visible, usually by CUDA_VISIBLE_DEVICES or by fewer GPUs than ranks."""
+    hits = [
+        h for h in e.search(*NONE) if not re.search(r"using cpu|fall", h.line.text, re.IGNORECASE)
+    ]
     warned = e.search(r"CUDA_VISIBLE_DEVICES ?[=:] ?['\"]?(?:\s*$|-1\b|\S+)", quiet=True)
     if hits:
         yield e.found(
@@ -223,15 +252,16 @@ def none(e: Evidence) -> Iterator[Finding]:
             "no such GPU is visible to the process",
             [*hits[:3], *warned[:1]],
             "echo $CUDA_VISIBLE_DEVICES; nvidia-smi -L; ls -l /dev/nvidia[0-9]*\n"
-            "the index counts from 0 within the visible ones; use UUIDs: CUDA_VISIBLE_DEVICES=GPU-…\n"
+            "the index counts from 0 within the visible ones; use UUIDs: "
+            "CUDA_VISIBLE_DEVICES=GPU-…\n"
             "as many ranks as GPUs: torchrun --nproc-per-node $(nvidia-smi -L | wc -l)",
             confidence=0.85,
         )
 
 
 def busy(e: Evidence) -> Iterator[Finding]:
-    """CUDA 46 ``device(s) is/are busy or unavailable`` (exclusive mode), or an out-of-memory in which
-    another process holds the card. Host PIDs lead to the container by their cgroup."""
+    """CUDA 46 ``device(s) is/are busy or unavailable`` (exclusive mode), or an out-of-memory in
+    which another process holds the card. Host PIDs lead to the container by their cgroup."""
     hits: list[Hit | Line] = list(e.search(*BUSY))
     number = container_of(e)
     holders = _holders(e, number)
@@ -243,7 +273,8 @@ def busy(e: Evidence) -> Iterator[Finding]:
     foreign = {in_container(li.text) for li in holders} - {"", number}
     pids = {m[1] for li in holders if (m := re.search(r"\b(\d{3,7})\b", li.text)) is not None}
     who = (f" by PID {', '.join(sorted(pids)[:4])}" if pids else "") + (
-        f" in container {', '.join(sorted(foreign))}" if foreign else "")  # fmt: skip
+        f" in container {', '.join(sorted(foreign))}" if foreign else ""
+    )
     yield e.found(
         "gpu.busy",
         f"the GPU is held{who or ' by another process'}",
@@ -258,25 +289,31 @@ def busy(e: Evidence) -> Iterator[Finding]:
 def _holders(e: Evidence, number: str) -> list[Line]:
     """Lines of probes that tie a GPU process to another container, or to none of ours."""
     found = [
-        li for li, _ in e.probes.search(r"^\s*(?:/proc/)?\d{2,7}\S*\s.*(?:lxc|cgroup)")
+        li
+        for li, _ in e.probes.search(r"^\s*(?:/proc/)?\d{2,7}\S*\s.*(?:lxc|cgroup)")
         if in_container(li.text) not in ("", number) and number != "CT"
-    ]  # fmt: skip
+    ]
     if number == "CT":
         found = [li for li, _ in e.probes.search(r"^\s*\d{2,7}\s.*/lxc")]
     if not found:
         return []
     apps = [p for p in e.probes if re.search(r"compute_?apps|gpu_?proc|pmon|nvidia", p.key)]
     used = [
-        li for p in apps for li in p.lines
-        if any(re.search(rf"\b{m[1]}\b", li.text) for f in found
-               if (m := re.search(r"\b(\d{2,7})\b", f.text)) is not None)
-    ]  # fmt: skip
+        li
+        for p in apps
+        for li in p.lines
+        if any(
+            re.search(rf"\b{m[1]}\b", li.text)
+            for f in found
+            if (m := re.search(r"\b(\d{2,7})\b", f.text)) is not None
+        )
+    ]
     return [*used, *found]
 
 
 def _mostly_others(text: str, e: Evidence) -> bool:
-    """torch names who holds the memory: ``Process 81 has 60.20 GiB memory in use. … this process has
-    3.10 GiB``. Ranks of our own run on one card are no stranger."""
+    """torch names who holds the memory: ``Process 81 has 60.20 GiB memory in use. … this process
+    has 3.10 GiB``. Ranks of our own run on one card are no stranger."""
     own = re.search(r"this process has ([\d.]+) (GiB|MiB)", text)
     others = re.findall(r"Process (\d+) has ([\d.]+) (GiB|MiB) memory in use", text)
     if not others or own is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 
 from orchestrator.diag.evidence import Evidence
@@ -14,11 +15,13 @@ from orchestrator.diag.stacks import odd_one_out
 from orchestrator.diag.text import DEFAULT_YEAR, Line
 
 LONG_WORK = re.compile(
-    r"(?i)\b(?:valid(?:at\w+)?|eval(?:uat\w+)?|generat(?:e|ing|ion)|benchmark|compil\w+|autotun\w+|warm(?:ing)?[- ]?up|"
+    r"(?i)\b(?:valid(?:at\w+)?|eval(?:uat\w+)?|generat(?:e|ing|ion)|benchmark|compil\w+|"
+    r"autotun\w+|warm(?:ing)?[- ]?up|"
     r"(?:sav|writ|upload|load|export|merg|tokeniz|pack|download|cach|index|shuffl|quantiz)\w*)\b"
 )
 NO_STEP = (
-    r"(?i)\bno (?:step|progress|new (?:line|step|output)|log(?: line)?s?|output|heartbeat)\b[^\n]{0,30}?(?:for|in|since)?\D{0,6}"
+    r"(?i)\bno (?:step|progress|new (?:line|step|output)|log(?: line)?s?|output|"
+    r"heartbeat)\b[^\n]{0,30}?(?:for|in|since)?\D{0,6}"
     r"(\d+) ?(s|sec(?:onds)?|m|min(?:utes)?|h)\b",
     r"(?i)\bstalled\b|\bstall(?:ed)? (?:alarm|for)\b|heartbeat missing (\d+) ?(s)",
 )
@@ -65,7 +68,8 @@ def hang(e: Evidence) -> Iterator[Finding]:
         "run.hang",
         title,
         [*at[:3], *said[-1:], *([odd.line] if odd else []), *last[:1]],
-        "stacks of every thread, twice: dflashctl diag   (py-spy dump --pid PID, from the host if need be)\n"
+        "stacks of every thread, twice: dflashctl diag   (py-spy dump --pid PID, from the host "
+        "if need be)\n"
         "what does the odd one wait for: a lock, a queue, a disk (state D), a collective?\n"
         "then dflashctl stop --force; launch resumes from the newest complete checkpoint",
         confidence=0.88,
@@ -75,7 +79,9 @@ def hang(e: Evidence) -> Iterator[Finding]:
 
 def _silence(e: Evidence) -> tuple[float, list[Line | Probe]]:
     now, write = e.probes.now, e.probes.last_write
-    at: list[Line | Probe] = list(e.probes.named(r"last_?(?:log_?)?(?:write|line)|log_?mtime|^now$"))
+    at: list[Line | Probe] = list(
+        e.probes.named(r"last_?(?:log_?)?(?:write|line)|log_?mtime|^now$")
+    )
     if now is not None and write is not None:
         return now - write, at
     stated = e.probes.silence
@@ -86,7 +92,11 @@ def _silence(e: Evidence) -> tuple[float, list[Line | Probe]]:
         if dated and dated[-1].time is not None:
             return _apart(now, dated[-1].time), [*at, dated[-1]]
         clocked = [li for li in e.lines[-20:] if li.day_time is not None]
-        if clocked and clocked[-1].day_time is not None and e.lines[-1].number - clocked[-1].number < 3:
+        if (
+            clocked
+            and clocked[-1].day_time is not None
+            and e.lines[-1].number - clocked[-1].number < 3
+        ):
             return (now % 86400 - clocked[-1].day_time) % 86400, [*at, clocked[-1]]
     return 0.0, []
 
@@ -109,22 +119,28 @@ def _rhythm(e: Evidence) -> float:
     """Median seconds between step lines."""
     times = [s.line.time if s.line.time is not None else s.line.day_time for s in e.series.steps]
     stamps = [t for t in times if t is not None]
-    gaps = [b - a for a, b in zip(stamps, stamps[1:], strict=False) if b > a]
+    gaps = [b - a for a, b in pairwise(stamps) if b > a]
     return median(gaps) if gaps else 0.0
 
 
 def _long_work(e: Evidence, silence: float) -> bool:
     """Its last words announce long work, and nothing says that this work has stopped."""
     last = [li for li in e.lines[-4:] if not li.tag.startswith(("watch", "supervisor"))]
-    announced = [li for li in last if LONG_WORK.search(li.text) and not re.search(r"(?i)done|finished|complete|\btook\b|saved", li.text)]
+    announced = [
+        li
+        for li in last
+        if LONG_WORK.search(li.text)
+        and not re.search(r"(?i)done|finished|complete|\btook\b|saved", li.text)
+    ]
     if not announced:
         return False
-    blocked = e.probes.has(r"not responding|\bD[lsN+<]*\s|nfs_wait|rpc_wait|timed out|io_schedule") or (
-        _idle_gpu(e) is not None
-    )
+    blocked = e.probes.has(
+        r"not responding|\bD[lsN+<]*\s|nfs_wait|rpc_wait|timed out|io_schedule"
+    ) or (_idle_gpu(e) is not None)
     expected = 0.0
     for _, match in e.probes.search(
-        r"(?i)(?:valid|eval|compil|sav|checkpoint)[^\n]*?(?:about|took|last(?: time)?|usually|expected)\D{0,12}(\d+(?:\.\d+)?) ?(s|min|m|h)"
+        r"(?i)(?:valid|eval|compil|sav|checkpoint)[^\n]*?(?:about|took|last(?: time)?|usually|"
+        r"expected)\D{0,12}(\d+(?:\.\d+)?) ?(s|min|m|h)"
     ):
         expected = max(expected, _seconds(match[1], match[2]))
     busy = _utilisation(e)
@@ -135,11 +151,9 @@ def _long_work(e: Evidence, silence: float) -> bool:
 
 
 def _utilisation(e: Evidence) -> list[tuple[float, Line]]:
-    return [
-        (float(m[1]), li) for li, m in e.probes.search(r"^\s*\d+,.*?,\s*(\d{1,3}) ?%")
-    ] or [
+    return [(float(m[1]), li) for li, m in e.probes.search(r"^\s*\d+,.*?,\s*(\d{1,3}) ?%")] or [
         (float(m[1]), li) for li, m in e.probes.search(r"MiB \|\s+(\d{1,3})%")
-    ]  # fmt: skip
+    ]
 
 
 def _idle_gpu(e: Evidence) -> tuple[str, Line] | None:
@@ -153,7 +167,12 @@ def _idle_gpu(e: Evidence) -> tuple[str, Line] | None:
 
 def _waiting(e: Evidence) -> str:
     """The one rank that is missing from a list of waiting ranks."""
-    for hit in reversed(e.search(r"(?i)rank_?s?_?(?:waiting|blocked)\W+((?:\d+[, ]+)+\d+)|waiting\D{0,10}ranks?\W+((?:\d+[, ]+)+\d+)")):
+    for hit in reversed(
+        e.search(
+            r"(?i)rank_?s?_?(?:waiting|blocked)\W+((?:\d+[, ]+)+\d+)|"
+            r"waiting\D{0,10}ranks?\W+((?:\d+[, ]+)+\d+)"
+        )
+    ):
         ranks = {int(r) for r in re.findall(r"\d+", hit[1] or hit[2])}
         missing = set(range(max(ranks) + 2)) - ranks
         inner = [r for r in missing if r <= max(ranks)]
@@ -164,9 +183,12 @@ def _waiting(e: Evidence) -> str:
 
 def _spoke(e: Evidence) -> bool:
     return any(
-        li.text.strip() and not li.quiet and not li.tag.startswith(("supervisor", "watch"))
-        and not li.text.startswith("dflashctl") for li in e.lines
-    )  # fmt: skip
+        li.text.strip()
+        and not li.quiet
+        and not li.tag.startswith(("supervisor", "watch"))
+        and not li.text.startswith("dflashctl")
+        for li in e.lines
+    )
 
 
 def _seconds(value: str, unit: str) -> float:

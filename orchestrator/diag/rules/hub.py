@@ -10,12 +10,16 @@ from orchestrator.diag.finding import Finding
 
 AUTH = (
     r"GatedRepoError|RepositoryNotFoundError|LocalTokenNotFoundError|BadRequestError[^\n]*[Tt]oken",
-    r"(?:Cannot access|access(?:ing)? a) gated repo|gated repo(?:sitory)?\b[^\n]*(?:access|authenticated|log in)",
+    r"(?:Cannot access|access(?:ing)? a) gated repo|gated repo(?:sitory)?\b[^\n]*(?:access|"
+    r"authenticated|log in)",
     r"\b40[13] (?:Client Error|Forbidden|Unauthorized)",
     r"Access to (?:model|dataset) \S+ is restricted",
-    r"make sure (?:that )?you (?:are authenticated|have access)|Please (?:log ?in|make sure you specified the correct `repo_id`)",
-    r"Invalid (?:user(?:name)?|credentials|token)[^\n]*(?:hugging|hub|password)|Invalid username or password",
-    r"(?:Token|HF_TOKEN|User access token)[^\n]*(?:is required|is invalid|not found|expired|invalid)",
+    r"make sure (?:that )?you (?:are authenticated|have access)|Please (?:log ?in|"
+    r"make sure you specified the correct `repo_id`)",
+    r"Invalid (?:user(?:name)?|credentials|token)[^\n]*(?:hugging|hub|password)|"
+    r"Invalid username or password",
+    r"(?:Token|HF_TOKEN|User access token)[^\n]*(?:is required|is invalid|not found|expired|"
+    r"invalid)",
     r"is not a (?:local folder and is not a )?valid model identifier",
     r"DatasetNotFoundError[^\n]*(?:gated|authenticated|private)|is a gated dataset",
 )
@@ -23,10 +27,13 @@ OFFLINE = (
     r"LocalEntryNotFoundError|OfflineModeIsEnabled|outgoing traffic has been disabled",
     r"[Ww]e couldn't connect to 'https?://\S*(?:huggingface|hf)|couldn't connect to \S*huggingface",
     r"Cannot reach https?://\S+: offline mode is enabled",
-    r"HTTPSConnectionPool\(host='\S*(?:huggingface|hf\.co|modelscope|xethub|amazonaws|cloudfront|github)\S*'",
-    r"(?:huggingface\.co|hf\.co|modelscope|cdn-lfs|xet)\S*[^\n]*(?:[Cc]onnect(?:ion)?(?:Error| timed out| refused| reset)?|"
+    r"HTTPSConnectionPool\(host='\S*(?:huggingface|hf\.co|modelscope|xethub|amazonaws|"
+    r"cloudfront|github)\S*'",
+    r"(?:huggingface\.co|hf\.co|modelscope|cdn-lfs|xet)\S*[^\n]*(?:[Cc]onnect(?:ion)?(?:Error|"
+    r" timed out| refused| reset)?|"
     r"[Tt]imed? ?out|[Nn]ame[ -]?[Rr]esolution|unreachable|Max retries|EOF occurred)",
-    r"(?:NameResolutionError|NewConnectionError|ConnectTimeout(?:Error)?|ReadTimeout(?:Error)?|ProxyError|SSLError|MaxRetryError)"
+    r"(?:NameResolutionError|NewConnectionError|ConnectTimeout(?:Error)?|ReadTimeout(?:Error)?|"
+    r"ProxyError|SSLError|MaxRetryError)"
     r"[^\n]*(?:hugging|hf\.co|hub|modelscope)",
     r"Couldn't reach '[^']+' on the Hub|ConnectionError: Couldn't reach",
     r"httpx\.(?:Connect(?:Error|Timeout)|ReadTimeout|ProxyError)|httpcore\.Connect",
@@ -41,10 +48,14 @@ OFFLINE = (
 def auth(e: Evidence) -> Iterator[Finding]:
     """huggingface_hub 0.20 to 1.x: ``GatedRepoError: 401``, ``RepositoryNotFoundError`` (a private
     one says 404 or 401 too), transformers' ``You are trying to access a gated repo``."""
-    hits = [h for h in e.search(*AUTH) if not e.recovered(h.line) and "publickey" not in h.line.text]
+    hits = [
+        h for h in e.search(*AUTH) if not e.recovered(h.line) and "publickey" not in h.line.text
+    ]
     hits = [h for h in hits if not re.search(r"ssh|wandb", h.line.text)]
-    if hits and re.search(r"40[134]|[Gg]ated|[Tt]oken|authent|restricted|Repository|log ?in",
-                          " ".join(h.line.text for h in hits)):  # fmt: skip
+    if hits and re.search(
+        r"40[134]|[Gg]ated|[Tt]oken|authent|restricted|Repository|log ?in",
+        " ".join(h.line.text for h in hits),
+    ):
         repo = _repo(" ".join(h.line.text for h in hits))
         yield e.found(
             "hub.auth",
@@ -58,9 +69,9 @@ def auth(e: Evidence) -> Iterator[Finding]:
 
 
 def offline(e: Evidence) -> Iterator[Finding]:
-    """``LocalEntryNotFoundError … outgoing traffic has been disabled``, requests' and httpx' connect
-    errors to the hub, ``We couldn't connect to 'https://huggingface.co'``: also where HF_HUB_OFFLINE
-    is set and the cache (HF_HOME of *that* rank's user) lacks the file."""
+    """``LocalEntryNotFoundError … outgoing traffic has been disabled``, requests' and httpx'
+    connect errors to the hub, ``We couldn't connect to 'https://huggingface.co'``: also where
+    HF_HUB_OFFLINE is set and the cache (HF_HOME of *that* rank's user) lacks the file."""
     hits = [h for h in e.search(*OFFLINE) if not e.recovered(h.line)]
     hits = [h for h in hits if "wandb" not in h.line.text]
     if not hits:
@@ -73,7 +84,8 @@ def offline(e: Evidence) -> Iterator[Finding]:
         [*hits[:4], *home[:1]],
         "in the container: curl -sI https://huggingface.co | head -1; getent hosts huggingface.co; "
         "ls $HF_HOME/hub\n"
-        "fetch it beforehand where there is a way: hf download REPO --local-dir /workspace/models/NAME\n"
+        "fetch it beforehand where there is a way: hf download REPO --local-dir "
+        "/workspace/models/NAME\n"
         "and give that path; the same HF_HOME for every rank; proxy: HTTPS_PROXY",
         confidence=0.92,
     )
@@ -81,8 +93,11 @@ def offline(e: Evidence) -> Iterator[Finding]:
 
 def _repo(text: str) -> str:
     match = re.search(
-        r"(?:huggingface\.co|hf\.co)/(?:api/(?:models|datasets)/)?((?!docs|api)[\w.-]+/[\w.-]+?)(?:/|\.?\s|$|')"
-        r"|(?:model|dataset|repo) '?([\w-]+/[\w.-]+)'? (?:is|on)", text)  # fmt: skip
+        r"(?:huggingface\.co|hf\.co)/(?:api/(?:models|datasets)/)?((?!docs|"
+        r"api)[\w.-]+/[\w.-]+?)(?:/|\.?\s|$|')"
+        r"|(?:model|dataset|repo) '?([\w-]+/[\w.-]+)'? (?:is|on)",
+        text,
+    )
     return (match[1] or match[2] or "").rstrip(".") if match else ""
 
 

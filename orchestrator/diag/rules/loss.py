@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import fmean
 
 from orchestrator.diag.evidence import Evidence
@@ -12,32 +13,43 @@ from orchestrator.diag.finding import Finding
 from orchestrator.diag.steps import Step
 
 NAN_WORDS = (
-    r"(?i)\b(?:loss|grad(?:ient)?s?(?:[_ ]norm)?|norm|activations?|logits|weights|parameters?|inputs?|outputs?)\b[^\n]{0,30}"
-    r"(?:is|are|was|became|went|has|have|contains?|=|:|==)\s*(?:not finite|non-?finite|nan\b|inf\b|-inf\b|all nan)",
-    r"(?i)(?:nan|non-?finite|not finite|inf(?:inite)?)\b[^\n]{0,40}\b(?:loss|grad(?:ient)?s?|norm|logits)\b(?! ?(?:check|clip|guard|=|:))",
+    r"(?i)\b(?:loss|grad(?:ient)?s?(?:[_ ]norm)?|norm|activations?|logits|weights|parameters?|"
+    r"inputs?|outputs?)\b[^\n]{0,30}"
+    r"(?:is|are|was|became|went|has|have|contains?|=|:|==)\s*(?:not finite|non-?finite|nan\b|"
+    r"inf\b|-inf\b|all nan)",
+    r"(?i)(?:nan|non-?finite|not finite|inf(?:inite)?)\b[^\n]{0,40}\b(?:loss|grad(?:ient)?s?|"
+    r"norm|logits)\b(?! ?(?:check|clip|guard|=|:))",
     r"is non-finite, so it cannot be clipped",
     r"returned nan values in its \d+th output",
     r"FloatingPointError|Loss is (?:NaN|nan|inf)|NaN (?:or Inf )?(?:found|detected|encountered)",
     r"[Nn]umber of nan iterations: +[1-9]",
     r'"event": ?"nonfinite"',
 )
-_SCALER = re.compile(r"(?i)overflow|loss scale|scaler|skipp(?:ed|ing)|reducing|Attempted loss scale")
+_SCALER = re.compile(
+    r"(?i)overflow|loss scale|scaler|skipp(?:ed|ing)|reducing|Attempted loss scale"
+)
 
 
 def nan(e: Evidence) -> Iterator[Finding]:
-    """``loss nan`` in step lines, torch's ``The total norm … is non-finite, so it cannot be clipped``,
-    anomaly mode's ``returned nan values``, Megatron's counter. A loss scaler that skips a step or two
-    and goes on is healthy."""
+    """``loss nan`` in step lines, torch's ``The total norm … is non-finite, so it cannot be
+    clipped``, anomaly mode's ``returned nan values``, Megatron's counter. A loss scaler that
+    skips a step or two and goes on is healthy."""
     bad = [s for s in e.series.steps if s.loss is not None and not math.isfinite(s.loss)]
     grads = [s for s in e.series.steps if s.gradient is not None and not math.isfinite(s.gradient)]
-    words = [h for h in e.search(*NAN_WORDS) if not re.search(r"(?i)check|detect_anomaly|nan_?guard|anomaly mode", h.line.text)
-             or "detected" in h.line.text]  # fmt: skip
+    words = [
+        h
+        for h in e.search(*NAN_WORDS)
+        if not re.search(r"(?i)check|detect_anomaly|nan_?guard|anomaly mode", h.line.text)
+        or "detected" in h.line.text
+    ]
     steps = {s.line.number for s in [*bad, *grads]}
     words = [h for h in words if h.line.number not in steps]
     hard = [h for h in words if not _SCALER.search(h.line.text) and not e.recovered(h.line)]
     losses = e.series.losses()
     last = losses[-1] if losses else None
-    stays = bool(bad) and last is not None and last.loss is not None and not math.isfinite(last.loss)
+    stays = (
+        bool(bad) and last is not None and last.loss is not None and not math.isfinite(last.loss)
+    )
     many = len([s for s in bad if s.number > e.outcome.attempt_line]) >= 3
     lost = len(grads) >= 3 and grads[-1] is e.series.steps[-1]
     if e.outcome.state == "finished" and not stays:
@@ -51,9 +63,11 @@ def nan(e: Evidence) -> Iterator[Finding]:
         "loss.nan",
         "loss or gradients are not finite" + at_step,
         [*(s.line for s in before), *([first.line] if first else []), *hard[:3]],
-        "resume from a checkpoint before it, with a lower learning rate, longer warm-up and clipping\n"
+        "resume from a checkpoint before it, with a lower learning rate, longer warm-up and "
+        "clipping\n"
         "torch.autograd.set_detect_anomaly(True) on that step names the operation\n"
-        "suspects: fully masked rows in softmax, log(0), fp16 overflow (use bf16), a bad sample at that step",
+        "suspects: fully masked rows in softmax, log(0), fp16 overflow (use bf16), a bad "
+        "sample at that step",
         confidence=0.93,
         lasting=True,
     )
@@ -72,14 +86,15 @@ def diverged(e: Evidence) -> Iterator[Finding]:
     if len(tail) < 5:
         return
     end = fmean(values[-3:])
-    rising = sum(b > a for a, b in zip(tail, tail[1:], strict=False)) / (len(tail) - 1)
+    rising = sum(b > a for a, b in pairwise(tail)) / (len(tail) - 1)
     climbed = end > 1.4 * smooth[best] and end > smooth[best] + 0.5
     if not (climbed and (rising > 0.6 or end > 1.1 * values[0]) and end > 0.8 * max(values[best:])):
         return
     a, b = points[best][0], points[-1][0]
     yield e.found(
         "loss.diverged",
-        f"the loss rises: {smooth[best]:.2f} at step {a.step if a.step is not None else '?'}, now {end:.2f}",
+        f"the loss rises: {smooth[best]:.2f} at step {a.step if a.step is not None else '?'}, "
+        f"now {end:.2f}",
         [a.line, points[(best + len(points)) // 2][0].line, b.line],
         "stop it: dflashctl stop; resume from the checkpoint before the rise\n"
         "lower the peak learning rate or lengthen the warm-up; clip gradients at 1.0\n"
@@ -91,8 +106,8 @@ def diverged(e: Evidence) -> Iterator[Finding]:
 
 
 def stuck(e: Evidence) -> Iterator[Finding]:
-    """Hundreds of steps from the start without a fall, or accuracy and τ at nothing after a thousand.
-    A plateau late in a run is no finding."""
+    """Hundreds of steps from the start without a fall, or accuracy and τ at nothing after a
+    thousand. A plateau late in a run is no finding."""
     points = _points(e)
     if len(points) < 10:
         return
@@ -100,9 +115,15 @@ def stuck(e: Evidence) -> Iterator[Finding]:
     values = [v for _, v in points]
     quarter = max(2, len(values) // 4)
     start, end = fmean(values[:quarter]), fmean(values[-quarter:])
-    span = (last.step - first.step) if first.step is not None and last.step is not None else len(points) * 10
+    span = (
+        (last.step - first.step)
+        if first.step is not None and last.step is not None
+        else len(points) * 10
+    )
     total = e.series.total
-    early = first.step is None or first.step <= 100 or (total is not None and first.step < 0.02 * total)
+    early = (
+        first.step is None or first.step <= 100 or (total is not None and first.step < 0.02 * total)
+    )
     flat = end > 0.985 * start and abs(end - start) < 0.02 * max(abs(start), 1e-9)
     dead = _dead(points)
     if flat and span >= 200 and ((early and start > 1.0) or dead):
@@ -110,9 +131,12 @@ def stuck(e: Evidence) -> Iterator[Finding]:
             "loss.stuck",
             f"the loss does not fall: {start:.2f} at the start, {end:.2f} after {span} steps",
             [first.line, points[len(points) // 2][0].line, last.line],
-            "is anything trained? sum(p.requires_grad for p in model.parameters()); gradient norm above 0?\n"
-            "is the learning rate above 0 (the lr column)? does the optimizer hold the drafter's parameters?\n"
-            "overfit one batch first: it must go to zero; check that labels are shifted once, not twice",
+            "is anything trained? sum(p.requires_grad for p in model.parameters()); gradient "
+            "norm above 0?\n"
+            "is the learning rate above 0 (the lr column)? does the optimizer hold the "
+            "drafter's parameters?\n"
+            "overfit one batch first: it must go to zero; check that labels are shifted once, "
+            "not twice",
             severity="warning" if e.outcome.state == "running" else "fatal",
             confidence=0.82,
             lasting=True,
@@ -124,7 +148,12 @@ def _dead(points: Sequence[tuple[Step, float]]) -> bool:
     accuracy = [s.accuracy for s in last if s.accuracy is not None]
     tau = [s.tau for s in last if s.tau is not None]
     step = last[-1].step or 0
-    return step >= 1000 and bool(accuracy or tau) and all(a < 0.05 for a in accuracy) and all(t < 1.15 for t in tau)
+    return (
+        step >= 1000
+        and bool(accuracy or tau)
+        and all(a < 0.05 for a in accuracy)
+        and all(t < 1.15 for t in tau)
+    )
 
 
 def _points(e: Evidence) -> list[tuple[Step, float]]:

@@ -26,21 +26,26 @@ OOM_LOG = (
 
 
 def oom_killed(e: Evidence) -> Iterator[Finding]:
-    """Linux 4 to 6.x kernel log (``Memory cgroup out of memory: Killed process 4120 (python3)``),
-    cgroup v2 ``memory.events``: ``oom_kill 1``, v1 ``memory.oom_control``: ``oom_kill 1``. A kill in
-    another container, or one that the run outlived, is not this run's."""
+    """Linux 4 to 6.x kernel log (``Memory cgroup out of memory: Killed process 4120
+    (python3)``), cgroup v2 ``memory.events``: ``oom_kill 1``, v1 ``memory.oom_control``:
+    ``oom_kill 1``. A kill in another container, or one that the run outlived, is not this run's."""
     if e.outcome.state in ("finished", "running"):
         return
     number = container_of(e)
     kernel: list[Line] = [h.line for h in e.search(*OOM_KERNEL, system=True)]
     if number != "CT":
-        foreign = [li for li in kernel if re.search(r"/lxc(?:\.payload\.|/)\d+", li.text)
-                   and not re.search(rf"/lxc(?:\.payload\.|/){number}\b", li.text)]  # fmt: skip
+        foreign = [
+            li
+            for li in kernel
+            if re.search(r"/lxc(?:\.payload\.|/)\d+", li.text)
+            and not re.search(rf"/lxc(?:\.payload\.|/){number}\b", li.text)
+        ]
         own = [li for li in kernel if re.search(rf"/lxc(?:\.payload\.|/){number}\b", li.text)]
         if foreign and not own:
             kernel = []
-    victims = {m[1] for li in kernel
-               if (m := re.search(r"Kill(?:ed)? process (\d+)", li.text)) is not None}  # fmt: skip
+    victims = {
+        m[1] for li in kernel if (m := re.search(r"Kill(?:ed)? process (\d+)", li.text)) is not None
+    }
     counters = [
         li for li, m in e.probes.search(r"\boom(?:_group)?_kill[\s:=\"]+(\d+)") if int(m[1]) > 0
     ]
@@ -55,7 +60,8 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
     said = e.search(*OOM_LOG, probes=False)
     record = e.outcome.exit
     by_kill = bool(worker) or (
-        record is not None and (record.signal == 9 or 137 in (record.code, record.shell, *record.pipe))
+        record is not None
+        and (record.signal == 9 or 137 in (record.code, record.shell, *record.pipe))
     )
     if record is not None and record.code is not None and not by_kill and not said:
         return  # it ended by a code of its own: these kills are somebody else's or long past
@@ -91,11 +97,16 @@ def _full_story(counters: list[Line], kernel: list[Line], by_kill: bool, e: Evid
 def _other_reason(e: Evidence) -> bool:
     """An exception of its own ended the run."""
     return any(
-        f.headed and f.line.source == "log" and not e.recovered(f.line)
-        and not re.search(r"BrokenProcessPool|DataLoader worker|Connection (?:reset|closed)|"
-                          r"EOFError|BrokenPipe|NCCL|RemoteError|Watchdog", f.text)
+        f.headed
+        and f.line.source == "log"
+        and not e.recovered(f.line)
+        and not re.search(
+            r"BrokenProcessPool|DataLoader worker|Connection (?:reset|closed)|"
+            r"EOFError|BrokenPipe|NCCL|RemoteError|Watchdog",
+            f.text,
+        )
         for f in e.errors
-    )  # fmt: skip
+    )
 
 
 PINNED = (
@@ -117,8 +128,11 @@ def pinned(e: Evidence) -> Iterator[Finding]:
     hits = e.search(*PINNED, system=True)
     if not hits:
         return
-    limit = [p.lines[0] for p in e.probes.named(r"ulimit_?l|memlock")
-             if re.search(r"\d", p.text) and "unlimited" not in p.text]  # fmt: skip
+    limit = [
+        p.lines[0]
+        for p in e.probes.named(r"ulimit_?l|memlock")
+        if re.search(r"\d", p.text) and "unlimited" not in p.text
+    ]
     limit += [li for li, _ in e.probes.search(r"(?i)max locked memory\D+\d+")]
     number = container_of(e)
     yield e.found(
@@ -156,18 +170,20 @@ def shm_full(e: Evidence) -> Iterator[Finding]:
     mounts = [m for m in e.probes.mounts if m.path == "/dev/shm"]
     full = [m.line for m in mounts if m.percent >= 97]
     weak = [
-        h for h in e.search(
+        h
+        for h in e.search(
             r"^(?:\S+: )?Bus error|exitcode\s*: ?-7\b|\(exitcode: -7\)|Signal 7 \(SIGBUS\)",
             r"No space left on device",
         )
-    ]  # fmt: skip
+    ]
     roomy = bool(mounts) and not full and all(m.percent < 90 for m in mounts)
     if roomy and not any("shm" in h.line.text or "shared memory" in h.line.text for h in hits):
         return
     if hits or (full and weak):
         yield e.found(
             "shm.full",
-            "/dev/shm is too small" + (f" ({mounts[0].size}, {mounts[0].percent} % used)" if full else ""),
+            "/dev/shm is too small"
+            + (f" ({mounts[0].size}, {mounts[0].percent} % used)" if full else ""),
             [*hits[:3], *weak[:1], *full[:1]],
             f"on the host, in /etc/pve/lxc/{container_of(e)}.conf (then pct reboot):\n"
             "lxc.mount.entry: tmpfs dev/shm tmpfs rw,nosuid,nodev,create=dir,size=32G 0 0\n"
@@ -178,7 +194,8 @@ def shm_full(e: Evidence) -> Iterator[Finding]:
 
 
 THREADS = (
-    r"libgomp: Thread creation failed|OMP: Error #34|unable to allocate necessary resources for OMP",
+    r"libgomp: Thread creation failed|OMP: Error #34|unable to allocate necessary resources "
+    r"for OMP",
     r"pthread_create failed|pthread_create: Resource temporarily unavailable",
     r"OpenBLAS blas_thread_init: pthread_create",
     r"RuntimeError: can't start new thread",
@@ -202,9 +219,14 @@ def oversubscribed(e: Evidence) -> Iterator[Finding]:
     if cores and load and load[0] > 2.5 * cores:
         busy.append(load[1])
     busy += [li for li, m in e.probes.search(r"nr_throttled\D+(\d+)") if int(m[1]) > 1000]
-    busy += [li for li, m in e.probes.search(r"(?:threads|nr_threads|Threads)\D{1,12}(\d+)")
-             if cores and int(m[1]) > 16 * cores and load and load[0] > 1.5 * cores]  # fmt: skip
-    slow = e.search(r"(?i)\b(?:data(?:loader| time| wait)?|loader)\b.{0,40}\b(?:slow|starv|behind|wait)")
+    busy += [
+        li
+        for li, m in e.probes.search(r"(?:threads|nr_threads|Threads)\D{1,12}(\d+)")
+        if cores and int(m[1]) > 16 * cores and load and load[0] > 1.5 * cores
+    ]
+    slow = e.search(
+        r"(?i)\b(?:data(?:loader| time| wait)?|loader)\b.{0,40}\b(?:slow|starv|behind|wait)"
+    )
     threads = e.search(r"OMP_NUM_THREADS ?[=:] ?\d+|MKL_NUM_THREADS", quiet=True)
     if not hits and not (busy and (warned or slow or threads or _slow_data(e) or e.series)):
         return

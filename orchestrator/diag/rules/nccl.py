@@ -15,7 +15,8 @@ TIMEOUT = (
     r"ran for \d+ milliseconds before timing out",
     r"Timed out waiting \d+ms for (?:recv|send) operation to complete",
     r"failed to pass monitoredBarrier in \d+ ms",
-    r"monitoredBarrier.*timed out|Rank \d+ timed out in monitoredBarrier|Detected mismatch between collectives",
+    r"monitoredBarrier.*timed out|Rank \d+ timed out in monitoredBarrier|"
+    r"Detected mismatch between collectives",
     r"(?:ProcessGroupNCCL's watchdog got stuck|[Hh]eartbeat monitor timed out)",
     r"Received a (?:dump signal|timeout)[^\n]*(?:collective|timeout)[^\n]*(?:rank|from)",
     r"Observed flight recorder dump signal|First PG on this rank to signal dumping",
@@ -25,14 +26,18 @@ TIMEOUT = (
     r"gloo.*[Tt]imed out",
 )
 INIT = (
-    r"NCCL error in: [^\n]*(?:unhandled (?:system|cuda) error|invalid usage|internal error|invalid argument)",
-    r"ncclInvalidUsage|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|ncclInvalidArgument",
+    r"NCCL error in: [^\n]*(?:unhandled (?:system|cuda) error|invalid usage|internal error|"
+    r"invalid argument)",
+    r"ncclInvalidUsage|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|"
+    r"ncclInvalidArgument",
     r"Duplicate GPU detected",
-    r"Bootstrap ?: no socket interface found|no (?:usable |suitable )?(?:socket |network )?interface found",
+    r"Bootstrap ?: no socket interface found|no (?:usable |suitable )?(?:socket |"
+    r"network )?interface found",
     r"NCCL WARN (?:NET|Bootstrap|Could not find|Failed to find|Cuda failure|Invalid)[^\n]*",
     r"(?:socketStartConnect|ncclSocket(?:Connect|PollConnect)|Net ?:? ?[Cc]onnect(?:ion)?)[^\n]*"
     r"(?:failed|refused|No route|timed out|unreachable)",
-    r"NCCL WARN (?:socket|Connect|Call to connect|Timeout waiting)[^\n]*(?:failed|refused|No route|timed)",
+    r"NCCL WARN (?:socket|Connect|Call to connect|Timeout waiting)[^\n]*(?:failed|refused|"
+    r"No route|timed)",
     r"[Mm]ismatched? (?:NCCL|collective) version|NCCL version mismatch",
     r"Unable to find (?:address|interface)[^\n]*(?:NCCL|IFNAME|interface)",
     r"[Uu]nable to find address for: \S+",
@@ -66,17 +71,19 @@ RENDEZVOUS = (
     r"environment variable (?:RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set",
     r"network addresses of \([^)]+\) cannot be retrieved",
     r"[Tt]he connection to the C10d store has failed",
-    r"Failed to connect to (?:the )?(?:master|rendezvous|store|etcd)|MASTER_ADDR[^\n]*(?:unreach|refused)",
-    r"(?:waiting for|only) \d+(?:/| of )\d+ (?:nodes|ranks|clients|workers) (?:joined|to join|present|arrived)",
+    r"Failed to connect to (?:the )?(?:master|rendezvous|store|etcd)|"
+    r"MASTER_ADDR[^\n]*(?:unreach|refused)",
+    r"(?:waiting for|only) \d+(?:/| of )\d+ (?:nodes|ranks|clients|workers) (?:joined|to join|"
+    r"present|arrived)",
 )
 _LATE = re.compile(r"recvValue|sendBytes|should dump|remote server|Broken pipe|HeartbeatMonitor")
 _WORK = re.compile(r"WorkNCCL\((?:SeqNum|seq)=(\d+), OpType=(\w+)")
 
 
 def rendezvous(e: Evidence) -> Iterator[Finding]:
-    """c10d's TCPStore and torchrun before the first collective: ``EADDRINUSE`` (errno 98, any locale
-    of wording), ``client socket has timed out after 60000ms``, ``Timed out after 901 seconds waiting
-    for clients. 1/2 clients joined``, missing MASTER_ADDR."""
+    """c10d's TCPStore and torchrun before the first collective: ``EADDRINUSE`` (errno 98, any
+    locale of wording), ``client socket has timed out after 60000ms``, ``Timed out after 901
+    seconds waiting for clients. 1/2 clients joined``, missing MASTER_ADDR."""
     if e.series.steps and e.outcome.state != "failed":
         return
     hits = [h for h in e.search(*RENDEZVOUS) if not _LATE.search(h.line.text)]
@@ -90,16 +97,19 @@ def rendezvous(e: Evidence) -> Iterator[Finding]:
     in_use = re.search(r"EADDRINUSE|errno: 98|Address already in use|address in use", text)
     missing = re.search(r"(\d+)/(\d+) clients joined", text)
     title = (
-        f"port {number} is taken already" if in_use
-        else f"only {missing[1]} of {missing[2]} nodes joined" if missing
+        f"port {number} is taken already"
+        if in_use
+        else f"only {missing[1]} of {missing[2]} nodes joined"
+        if missing
         else "the ranks did not find each other: " + hard[0].line.text.strip()[:110]
-    )  # fmt: skip
+    )
     yield e.found(
         "dist.rendezvous",
         title,
         hard[:4],
         f"ss -ltnp | grep {number}   # who holds it: an earlier run's child? kill that PID\n"
-        f"another port: torchrun --rdzv-endpoint HOST:29{(int(number) + 11) % 1000:03d} … or --standalone\n"
+        f"another port: torchrun --rdzv-endpoint HOST:29{(int(number) + 11) % 1000:03d} … or "
+        "--standalone\n"
         f"from each node: nc -vz MASTER {number}; same --rdzv-id and --nnodes everywhere",
         confidence=0.9,
     )
@@ -107,8 +117,10 @@ def rendezvous(e: Evidence) -> Iterator[Finding]:
 
 def _after_steps(e: Evidence, hit: Hit) -> bool:
     steps = e.series.steps
-    return bool(steps) and hit.line.source == "log" and any(
-        s.number < hit.line.number for s in steps if s.number > e.outcome.attempt_line
+    return (
+        bool(steps)
+        and hit.line.source == "log"
+        and any(s.number < hit.line.number for s in steps if s.number > e.outcome.attempt_line)
     )
 
 
@@ -117,9 +129,10 @@ def _about_ssh(hit: Hit) -> bool:
 
 
 def init(e: Evidence) -> Iterator[Finding]:
-    """``NCCL error in: … unhandled system error | invalid usage`` with NCCL's own ``NCCL WARN`` that
-    says more: ``Duplicate GPU detected``, ``Bootstrap : no socket interface found``, a connect to
-    another node's inner address. NCCL INFO lines about plugins that are not there mean nothing."""
+    """``NCCL error in: … unhandled system error | invalid usage`` with NCCL's own ``NCCL WARN``
+    that says more: ``Duplicate GPU detected``, ``Bootstrap : no socket interface found``, a
+    connect to another node's inner address. NCCL INFO lines about plugins that are not there
+    mean nothing."""
     hits = [h for h in e.search(*INIT) if "NCCL INFO" not in h.line.text]
     hits = [h for h in hits if not _wrong_layer(h)]
     if not hits or all(e.recovered(h.line) for h in hits):
@@ -134,7 +147,9 @@ def init(e: Evidence) -> Iterator[Finding]:
         title += f": {both[0] if both else 'two ranks on one GPU'}"
         advice = "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])); no more ranks than GPUs\n"
     elif re.search(r"interface|IFNAME|address for", text):
-        name = re.search(r"(?:NCCL_SOCKET_IFNAME|GLOO_SOCKET_IFNAME)[ =a-z]*?([\w^,=.-]+)|for: (\S+)", text)
+        name = re.search(
+            r"(?:NCCL_SOCKET_IFNAME|GLOO_SOCKET_IFNAME)[ =a-z]*?([\w^,=.-]+)|for: (\S+)", text
+        )
         title += ": the network interface it was told to use is not there"
         advice = (
             f"ip -br addr; export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0"
@@ -149,11 +164,13 @@ def init(e: Evidence) -> Iterator[Finding]:
         "nccl.init",
         title,
         hits[:4],
-        advice + "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET dflashctl launch …   # the reason in NCCL WARN\n"
-        "several interfaces: NCCL_SOCKET_IFNAME=…; no InfiniBand: NCCL_IB_DISABLE=1; P2P trouble in a\n"
+        advice + "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET dflashctl launch …   # the reason in "
+        "NCCL WARN\n"
+        "several interfaces: NCCL_SOCKET_IFNAME=…; no InfiniBand: NCCL_IB_DISABLE=1; P2P "
+        "trouble in a\n"
         "container: NCCL_P2P_DISABLE=1 as a test",
         confidence=0.85,
-    )  # fmt: skip
+    )
 
 
 def _wrong_layer(hit: Hit) -> bool:
@@ -189,9 +206,13 @@ def timeout(e: Evidence) -> Iterator[Finding]:
     yield e.found(
         "nccl.timeout",
         title,
-        [*hits[:4], *(e.probes.named(r"flight|fr_?(?:dump|trace)|nccl_trace")[:1] if recorded else [])],
+        [
+            *hits[:4],
+            *(e.probes.named(r"flight|fr_?(?:dump|trace)|nccl_trace")[:1] if recorded else []),
+        ],
         "what was the missing rank doing? look at its last lines and: py-spy dump --pid PID\n"
-        "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1   # flight recorder, a dump a rank\n"
+        "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1   # flight recorder, a dump a "
+        "rank\n"
         "python -m torch.distributed.flight_recorder.fr_trace DIR   # or: dflashctl diag\n"
         "a rank that does long work alone (evaluation, checkpoint): barrier with a longer timeout",
         confidence=0.85,
@@ -199,8 +220,12 @@ def timeout(e: Evidence) -> Iterator[Finding]:
 
 
 def _world(e: Evidence, ranks: set[int]) -> int:
-    for hit in e.search(r"\bworld[_ ]?(?:size)?[ =:]+(\d+)", r"nproc[-_]per[-_]node[ =]+(\d+)",
-                        r"\b(\d+) ranks\b", quiet=True):  # fmt: skip
+    for hit in e.search(
+        r"\bworld[_ ]?(?:size)?[ =:]+(\d+)",
+        r"nproc[-_]per[-_]node[ =]+(\d+)",
+        r"\b(\d+) ranks\b",
+        quiet=True,
+    ):
         return int(hit[1])
     others = {li.rank for li in e.lines if li.rank is not None}
     local = {int(h[1]) for h in e.search(r"local_rank: (\d+)")}
@@ -217,16 +242,29 @@ def peer_lost(e: Evidence) -> Iterator[Finding]:
     if not hits or all(e.recovered(h.line) for h in hits):
         return
     ranks = sorted({h.line.rank for h in hits if h.line.rank is not None})
-    peer = next((m for h in hits if (m := re.search(
-        r"peer (?:ct\d+-?\w*|\[?[\d.]+\]?(?::\d+)?|\d+)|(?:rank|peer) \d+ (?:left|exited|died|went)"
-        r"|remote ?[Aa]ddr\S* ?\S+|[\d.]+<\d+>", h.line.text))), None)  # fmt: skip
+    peer = next(
+        (
+            m
+            for h in hits
+            if (
+                m := re.search(
+                    r"peer (?:ct\d+-?\w*|\[?[\d.]+\]?(?::\d+)?|\d+)|(?:rank|peer) \d+ (?:left|"
+                    r"exited|died|went)"
+                    r"|remote ?[Aa]ddr\S* ?\S+|[\d.]+<\d+>",
+                    h.line.text,
+                )
+            )
+        ),
+        None,
+    )
     yield e.found(
         "nccl.peer_lost",
         "a rank went first and the others lost it"
         + (f" ({peer[0]})" if peer else "")
         + (f"; reported by ranks {', '.join(map(str, ranks))}" if ranks else ""),
         hits[:4],
-        "the cause is on the rank or node that is silent here: its log, its host's dmesg, its container\n"
+        "the cause is on the rank or node that is silent here: its log, its host's dmesg, its "
+        "container\n"
         "dflashctl diag NODE; pct status CT; ping and ethtool of the link between the nodes\n"
         "InfiniBand completion errors: ibstat; perfquery; NCCL_IB_TIMEOUT=22",
         confidence=0.75,

@@ -11,8 +11,10 @@ from orchestrator.diag.text import Line
 from orchestrator.diag.tracebacks import Failure
 
 USAGE = (
-    r"^[\w./-]+: error: (?:unrecognized arguments|the following arguments are required|argument \S+: |ambiguous option)",
-    r"^(?:omegaconf|hydra)\.errors\.\w+|Error: (?:No such option|Missing (?:option|argument)|Invalid value)",
+    r"^[\w./-]+: error: (?:unrecognized arguments|the following arguments are required|"
+    r"argument \S+: |ambiguous option)",
+    r"^(?:omegaconf|hydra)\.errors\.\w+|Error: (?:No such option|Missing (?:option|argument)|"
+    r"Invalid value)",
     r"^\s*(?:SyntaxError|IndentationError|TabError): ",
 )
 
@@ -21,10 +23,13 @@ def code_error(e: Evidence) -> Iterator[Finding]:
     """An uncaught exception: the first in time of the last attempt, its innermost frame outside of
     libraries. One that was caught and survived, or printed after the end, is none."""
     candidates = [
-        f for f in e.errors
-        if not f.inner and f.line.source == "log" and (f.headed or f.frames)
+        f
+        for f in e.errors
+        if not f.inner
+        and f.line.source == "log"
+        and (f.headed or f.frames)
         and f.name not in ("KeyboardInterrupt", "SystemExit", "SignalException")
-    ]  # fmt: skip
+    ]
     candidates = [f for f in candidates if not e.recovered(f.line)]
     late = [f for f in candidates if f.first >= e.outcome.attempt_line] or candidates
     for failure in late[:1]:
@@ -44,7 +49,8 @@ def code_error(e: Evidence) -> Iterator[Finding]:
     if usage and not late and e.outcome.state != "running":
         yield e.found(
             "code.error",
-            "the program refused its arguments or could not be read: " + usage[0].line.text.strip()[:140],
+            "the program refused its arguments or could not be read: "
+            + usage[0].line.text.strip()[:140],
             usage[:2],
             "python train.py --help; compare with the launch command (dflashctl status)",
             confidence=0.6,
@@ -56,7 +62,8 @@ def _cause_lines(failure: Failure) -> list[Line]:
 
 
 _NOISE = re.compile(
-    r"^\s*(?:$|[\W_]+$|at |File |Failures:|Root Cause|time |host |rank |exitcode|error_file|traceback |\[\d+\]:$|<NO_OTHER)"
+    r"^\s*(?:$|[\W_]+$|at |File |Failures:|Root Cause|time |host |rank |exitcode|error_file|"
+    r"traceback |\[\d+\]:$|<NO_OTHER)"
 )
 
 
@@ -76,10 +83,14 @@ def unknown(e: Evidence, named: bool) -> Iterator[Finding]:
         if len(last) == 6:
             break
     record = e.outcome.exit
-    code = next((c for c in (record.code, record.shell, *record.pipe) if c), None) if record else None
+    code = (
+        next((c for c in (record.code, record.shell, *record.pipe) if c), None) if record else None
+    )
     yield e.found(
         "unknown",
-        "the run ended" + (f" with code {code}" if code else "") + " and said nothing that is known here",
+        "the run ended"
+        + (f" with code {code}" if code else "")
+        + " and said nothing that is known here",
         [*last, *([record.line] if record else [])] or list(e.probes)[:2],
         "read the last lines: dflashctl tail -n 200 --no-follow\n"
         "keep it for a person: dflashctl diag --bundle run.tar.zst",

@@ -36,7 +36,8 @@ HANGUP = (
     r"Received (?:1|Signals\.SIGHUP|SIGHUP) death signal",
     r"closing signal SIGHUP",
     r"got signal: 1\b",
-    r"^Hangup$|Hangup\s+\S+|\bSIGHUP\b.*(?:received|caught|shut|exit|leav)|(?:received|caught) SIGHUP",
+    r"^Hangup$|Hangup\s+\S+|\bSIGHUP\b.*(?:received|caught|shut|exit|leav)|(?:received|"
+    r"caught) SIGHUP",
 )
 PROMPT = (
     r"\[[yY]/[nN]\]|\(y/n\)|\(yes/no(?:/\[fingerprint\])?\)|[Pp]ass(?:word|phrase)[^\n]{0,40}:\s*$|"
@@ -64,8 +65,7 @@ def tmux_missing(e: Evidence) -> Iterator[Finding]:
             "tmux.missing",
             "the container has no tmux",
             hits[:3],
-            "pct exec CT -- sh -c 'apt-get update && apt-get install -y tmux'\n"
-            "then launch again",
+            "pct exec CT -- sh -c 'apt-get update && apt-get install -y tmux'\nthen launch again",
         )
 
 
@@ -103,7 +103,13 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
     session_lives = e.probes.has(r"^\S+: \d+ windows? \(created")
     strong = ended or (hangup and not session_lives)
     own_end = record is not None and record.code is not None
-    silent_end = gone and not own_end and e.outcome.last_step_line and not e.errors and e.outcome.ended is None
+    silent_end = (
+        gone
+        and not own_end
+        and e.outcome.last_step_line
+        and not e.errors
+        and e.outcome.ended is None
+    )
     if not (strong or silent_end):
         return
     yield e.found(
@@ -127,10 +133,14 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     prompt = [li for li, _ in e.probes.search(PROMPT)]
     prompt += [li for li in e.lines[-3:] if re.search(PROMPT, li.text)]
     silent = [
-        li for li in e.lines
-        if re.search(r"still nothing|no output|waiting for (?:the )?first (?:line|word)|"
-                     r"never (?:spoke|wrote|printed)|no line(?:s)? (?:yet|from)", li.text)
-    ]  # fmt: skip
+        li
+        for li in e.lines
+        if re.search(
+            r"still nothing|no output|waiting for (?:the )?first (?:line|word)|"
+            r"never (?:spoke|wrote|printed)|no line(?:s)? (?:yet|from)",
+            li.text,
+        )
+    ]
     spoke = [li for li in e.lines if not _bookkeeping(li)]
     empty = not spoke and not e.errors and bool(e.probes)
     if not (words or prompt or silent or empty):
@@ -145,18 +155,26 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     yield e.found(
         "run.not_started",
         why,
-        [*words[:2], *prompt[:2], *silent[:1], *silent[-1:], *([] if words or prompt else
-         list(e.probes)[:2])],
+        [
+            *words[:2],
+            *prompt[:2],
+            *silent[:1],
+            *silent[-1:],
+            *([] if words or prompt else list(e.probes)[:2]),
+        ],
         "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
         "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
         confidence=0.9 if words or prompt else 0.7,
-    )  # fmt: skip
+    )
 
 
 def _bookkeeping(line: Line) -> bool:
-    return not line.text.strip() or line.tag in ("supervisor", "watch") or line.quiet or bool(
-        re.match(r"dflashctl\b|\[?(?:supervisor|watch|agent|launcher)\b", line.text)
+    return (
+        not line.text.strip()
+        or line.tag in ("supervisor", "watch")
+        or line.quiet
+        or bool(re.match(r"dflashctl\b|\[?(?:supervisor|watch|agent|launcher)\b", line.text))
     )
 
 
@@ -173,7 +191,8 @@ def interrupted(e: Evidence) -> Iterator[Finding]:
         r"closing signal SIGINT",
         r"got signal: 2\b",
         r"\b(?:received|caught|got) (?:a )?(?:signal )?(?:SIGINT|2 \(SIGINT\)|Ctrl-?C|signal 2\b)",
-        r"\b(?:stop(?:ped)?|cancel+ed|interrupted|aborted|killed) by (?:a |the )?(?:user|person|operator|"
+        r"\b(?:stop(?:ped)?|cancel+ed|interrupted|aborted|killed) by (?:a |the )?(?:user|"
+        r"person|operator|"
         r"hand|request|dflashctl)",
         r"\bstop (?:was )?requested|dflashctl\s+stop\b|slurmstepd: .*CANCELLED",
         r'"event": ?"(?:stopped|stopping)"',
@@ -181,9 +200,10 @@ def interrupted(e: Evidence) -> Iterator[Finding]:
     at = [a for a in at if not (isinstance(a, Hit) and e.recovered(a.line))]
     record = e.outcome.exit
     if record is not None and (
-        record.signal == 2 or 130 in (record.code, record.shell, *record.pipe)
+        record.signal == 2
+        or 130 in (record.code, record.shell, *record.pipe)
         or re.search(r"stop|interrupt|cancel", record.reason)
-    ):  # fmt: skip
+    ):
         at.append(record.line)
     if at:
         yield e.found(
@@ -244,7 +264,8 @@ def killed(e: Evidence) -> Iterator[Finding]:
             f"the run was ended by {name}, and nothing recorded says by whom",
             at[:4],
             "journalctl -k --since -2h | grep -i -e oom -e killed -e segfault   # on the host\n"
-            "in the container: last -x | head; journalctl -n 100; cat /sys/fs/cgroup/memory.events\n"
+            "in the container: last -x | head; journalctl -n 100; cat "
+            "/sys/fs/cgroup/memory.events\n"
             "a segfault: rerun with python -X faulthandler",
             confidence=0.6,
         )
@@ -253,9 +274,18 @@ def killed(e: Evidence) -> Iterator[Finding]:
 def _signal(hit: Hit) -> int | None:
     from orchestrator.diag.probes import SIGNALS
 
-    words = {"Killed": 9, "Terminated": 15, "Segmentation": 11, "Segmentation fault": 11,
-             "Bus error": 7, "Bus": 7, "Aborted": 6, "Illegal instruction": 4, "Signals.SIGTERM": 15,
-             "Floating point exception": 8}  # fmt: skip
+    words = {
+        "Killed": 9,
+        "Terminated": 15,
+        "Segmentation": 11,
+        "Segmentation fault": 11,
+        "Bus error": 7,
+        "Bus": 7,
+        "Aborted": 6,
+        "Illegal instruction": 4,
+        "Signals.SIGTERM": 15,
+        "Floating point exception": 8,
+    }
     group = next((g for g in hit.match.groups() if g), "")
     if group.isdigit():
         return int(group) - 128 if int(group) > 128 else int(group)
@@ -270,7 +300,9 @@ def masked(e: Evidence) -> Iterator[Finding]:
         return
     outer = record.shell if record.shell is not None else record.code
     inner = record.pipe[0] if record.pipe else record.code if record.shell is not None else None
-    failures = [f for f in e.errors if f.line.source == "log" and f.headed and not e.recovered(f.line)]
+    failures = [
+        f for f in e.errors if f.line.source == "log" and f.headed and not e.recovered(f.line)
+    ]
     said = e.outcome.ended
     hidden = outer == 0 and (
         inner not in (None, 0) or (record.code == 0 and (said is not None or bool(failures)))

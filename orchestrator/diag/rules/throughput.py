@@ -13,13 +13,15 @@ from orchestrator.diag.steps import Series, Step
 from orchestrator.diag.text import Line
 
 STARVED = (
-    r"(?i)\b(?:drafters?|trainers?|consumers?|readers?)\b[^\n]{0,40}\b(?:starv\w+|waited|waits?|waiting|blocked|idle)\b[^\n]{0,40}"
+    r"(?i)\b(?:drafters?|trainers?|consumers?|readers?)\b[^\n]{0,40}\b(?:starv\w+|waited|"
+    r"waits?|waiting|blocked|idle)\b[^\n]{0,40}"
     r"\b(?:features?|target|hidden states|queue|batch(?:es)?|data|blocks?|input|ring)\b",
     r"(?i)\b(?:queue|ring|buffer|prefetch)\b[^\n]{0,20}\b(?:empty|dry|underrun|starved)\b",
     r"(?i)\b(?:ran|running|run) dry\b|\bunderrun\b",
     r"(?i)\bdata[_ ]?(?:time|wait|load(?:ing|er)?(?: time)?)[ :=]+(\d+(?:\.\d+)?) ?s\b[^\n]*",
     r"(?i)\bget (?:waited|blocked) (\d+(?:\.\d+)?) ?s",
-    r"(?i)waited? (\d+(?:\.\d+)?) ?s for (?:features|the target|data|a batch|batch|input|the loader|hidden)",
+    r"(?i)waited? (\d+(?:\.\d+)?) ?s for (?:features|the target|data|a batch|batch|input|"
+    r"the loader|hidden)",
 )
 BACKPRESSURE = (
     r"(?i)\b(?:put|push|enqueue|send|publish) (?:waited|blocked|waits)\b[^\n]*",
@@ -44,11 +46,17 @@ def collapse(e: Evidence) -> Iterator[Finding]:
     unit = "tok/s" if rates[-1][0].tokens_per_s is not None else "steps/s"
     if now < 0.5 * best and len(values) >= 6:
         drop = next(
-            (s for i, (s, r) in enumerate(rates) if s.number > best_at.number
-             and all(v < 0.65 * best for v in values[i : i + 3])), rates[-1][0])  # fmt: skip
+            (
+                s
+                for i, (s, r) in enumerate(rates)
+                if s.number > best_at.number and all(v < 0.65 * best for v in values[i : i + 3])
+            ),
+            rates[-1][0],
+        )
         yield e.found(
             "throughput.collapse",
-            f"the rate fell to {_round(now)} {unit}, {now / best:.0%} of this run's best {_round(best)}",
+            f"the rate fell to {_round(now)} {unit}, {now / best:.0%} of this run's best "
+            f"{_round(best)}",
             [best_at.line, drop.line, rates[-1][0].line],
             _ADVICE,
             severity="warning",
@@ -71,7 +79,8 @@ def collapse(e: Evidence) -> Iterator[Finding]:
 
 _ADVICE = (
     "what changed? dflashctl env diff; dflashctl status (release, GPUs, data) of both runs\n"
-    "nvidia-smi -q -d PERFORMANCE,CLOCK   # clocks held down?  nvidia-smi pmon -c 1   # neighbours?\n"
+    "nvidia-smi -q -d PERFORMANCE,CLOCK   # clocks held down?  nvidia-smi pmon -c 1   # "
+    "neighbours?\n"
     "TORCH_LOGS=recompiles   # compiling all the time?  py-spy top --pid PID   # where it is"
 )
 
@@ -81,7 +90,9 @@ def _best(rates: list[tuple[Step, float]]) -> tuple[float, Step]:
     if len(rates) < 5:
         step, rate = max(rates, key=lambda p: p[1])
         return rate, step
-    windows = [(median(r for _, r in rates[i : i + 3]), rates[i + 1][0]) for i in range(len(rates) - 2)]
+    windows = [
+        (median(r for _, r in rates[i : i + 3]), rates[i + 1][0]) for i in range(len(rates) - 2)
+    ]
     return max(windows, key=lambda w: w[0])
 
 
@@ -90,13 +101,17 @@ def _round(rate: float) -> str:
 
 
 _OTHER = re.compile(
-    r"(?i)predecessor|parent|previous(?: run)?|prior run|baseline|last run|before the (?:change|update)|reference run|"
+    r"(?i)predecessor|parent|previous(?: run)?|prior run|baseline|last run|"
+    r"before the (?:change|update)|reference run|"
     r"\bplan(?:ned)?\b|expected (?:rate|throughput|tok)|compared (?:to|with)|same config"
 )
 
 
 def _predecessor(e: Evidence, unit: str) -> tuple[float, Line | Probe, str] | None:
-    number = r"(\d[\d,]*\.?\d*) ?([kKM])?\s?(?:tok(?:en)?s?\s?/\s?s\w*|tok/s|tps)|(?:tok_s|tokens_per_s\w*|tok/s|tps)\W{1,4}(\d[\d.,]*) ?([kKM])?"
+    number = (
+        r"(\d[\d,]*\.?\d*) ?([kKM])?\s?(?:tok(?:en)?s?\s?/\s?s\w*|tok/s|tps)|(?:tok_s|"
+        r"tokens_per_s\w*|tok/s|tps)\W{1,4}(\d[\d.,]*) ?([kKM])?"
+    )
     if unit != "tok/s":
         number = r"(\d+\.?\d*)()()() ?(?:it/s|steps/s)"
     scale = {"k": 1e3, "K": 1e3, "M": 1e6}
@@ -105,15 +120,22 @@ def _predecessor(e: Evidence, unit: str) -> tuple[float, Line | Probe, str] | No
             continue
         found = [_value(m, scale) for m in re.finditer(number, probe.text)]
         if not found and _OTHER.search(probe.key):
-            found = [float(m) for m in re.findall(r"(?:median|best|mean|rate)\D{1,20}(\d[\d.]*)", probe.text)]
+            found = [
+                float(m)
+                for m in re.findall(r"(?:median|best|mean|rate)\D{1,20}(\d[\d.]*)", probe.text)
+            ]
         if isinstance(probe.value, (int, float)) and not isinstance(probe.value, bool):
             found = [float(probe.value)]
         if found:
-            return median(found), probe, "its predecessor" if not probe.key.startswith("plan") else "the plan"
+            return (
+                median(found),
+                probe,
+                "its predecessor" if not probe.key.startswith("plan") else "the plan",
+            )
     for line in e.lines:
-        if _OTHER.search(line.text) and (m := re.search(number, line.text)) is not None:
-            if not any(s.line is line for s in e.series.steps):
-                return _value(m, scale), line, "its predecessor"
+        match = re.search(number, line.text) if _OTHER.search(line.text) else None
+        if match is not None and not any(s.line is line for s in e.series.steps):
+            return _value(match, scale), line, "its predecessor"
     return None
 
 
@@ -131,7 +153,12 @@ def starved(e: Evidence) -> Iterator[Finding]:
     if waits == "full":
         return
     said = [h for h in e.search(*STARVED) if _seconds(h) is None or (_seconds(h) or 0) >= 1.0]
-    said = [h for h in said if not _stage_of(h, "target") and not re.search(r"(?i)not empty|never|no longer", h.line.text)]
+    said = [
+        h
+        for h in said
+        if not _stage_of(h, "target")
+        and not re.search(r"(?i)not empty|never|no longer", h.line.text)
+    ]
     mostly = len(said) >= 3 or any((_seconds(h) or 0) >= 5 for h in said)
     if not (shares == "starved" or (mostly and shares != "backpressure")):
         return
@@ -139,29 +166,43 @@ def starved(e: Evidence) -> Iterator[Finding]:
     steps = _idle_steps(e)[-2:]
     yield e.found(
         "throughput.starved",
-        "the drafters wait for " + ("data: the loader cannot keep up" if data else "the target's features"),
+        "the drafters wait for "
+        + ("data: the loader cannot keep up" if data else "the target's features"),
         [*(s.line for s in steps), *said[:2], *said[-1:]],
-        ("more loader workers, data on a local disk, tokenize beforehand; iostat -x 5 on the host\n" if data else "")
+        (
+            "more loader workers, data on a local disk, tokenize beforehand; iostat -x 5 on "
+            "the host\n"
+            if data
+            else ""
+        )
         + "more target devices or fewer drafters (pipeline.plan); a larger target batch\n"
         "is a target GPU slow or shared? nvidia-smi pmon -c 1; nvidia-smi -q -d CLOCK",
         severity="warning",
         confidence=0.86,
         lasting=True,
-    )  # fmt: skip
+    )
 
 
 def backpressure(e: Evidence) -> Iterator[Finding]:
     """The target waits for drafters: high target idle share, a full queue, ``put waited … (ring
     full)``; the slowest reader holds the ring for all, so other drafters may be idle as well."""
-    shares, waits = _waits(e)
+    shares, _ = _waits(e)
     said = [h for h in e.search(*BACKPRESSURE) if _seconds(h) is None or (_seconds(h) or 0) >= 1.0]
     full = len(said) >= 3 or any((_seconds(h) or 0) >= 5 for h in said)
     if not (shares == "backpressure" or (full and shares != "starved")):
         return
-    slow = re.search(r"(?i)\b(?:reader|drafter|consumer)[- _]?(\d+)[^\n]*behind|slowest\D{0,20}(\d+)",
-                     " ".join(h.line.text for h in said))  # fmt: skip
+    slow = re.search(
+        r"(?i)\b(?:reader|drafter|consumer)[- _]?(\d+)[^\n]*behind|slowest\D{0,20}(\d+)",
+        " ".join(h.line.text for h in said),
+    )
     who = (slow[1] or slow[2]) if slow else ""
-    cause = [h for h in e.search(rf"(?i)\[?drafter[- _]?{who}\]?\b[^\n]*(?:\d+(?:\.\d+)? ?s|offload|cpu|slow)") if who]
+    cause = [
+        h
+        for h in e.search(
+            rf"(?i)\[?drafter[- _]?{who}\]?\b[^\n]*(?:\d+(?:\.\d+)? ?s|offload|cpu|slow)"
+        )
+        if who
+    ]
     own = [li for li in e.lines if who and li.tag == f"drafter-{who}"]
     steps = _idle_steps(e)[-2:]
     yield e.found(
