@@ -135,11 +135,15 @@ def compiled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 class Ours:
     """The trainer's own parts, as its drafter stage puts them together."""
 
-    def __init__(self, inputs: Inputs, precision: Precision = "bf16") -> None:
+    def __init__(
+        self, inputs: Inputs, precision: Precision = "bf16", fp8_mlp: bool = False
+    ) -> None:
         device = inputs.features.device
         with device:
             drafter = Drafter(CONFIG)
         drafter.load_state_dict(inputs.weights)
+        if fp8_mlp:
+            drafter.use_fp8()
         recipe = OptimizationConfig(
             steps=SCHEDULE, learning_rate=RATE, warmup=0.0, beta2=BETA2, clip=CLIP
         )
@@ -256,7 +260,8 @@ class SpecForge:
 
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Any]] = {
     "ours": Ours,
-    "ours-fp8": partial(Ours, precision="fp8"),
+    "ours, fp8 head": partial(Ours, precision="fp8"),
+    "ours, fp8 head and MLP": partial(Ours, precision="fp8", fp8_mlp=True),
     "specforge": SpecForge,
 }
 
@@ -366,11 +371,13 @@ def main() -> None:
 
 def print_table(results: list[dict[str, Any]]) -> None:
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, median of {STEPS}")
-    print("              step   forward  backward  optimizer   TFLOP/s   peak GB  losses")
+    print(
+        "                          step   forward  backward  optimizer   TFLOP/s   peak GB  losses"
+    )
     for r in results:
         shown = " ".join(f"{x:.4f}" for x in r["losses"])
         print(
-            f"{r['name']:10} {r['step_ms']:7.1f} {r['forward_ms']:9.1f} {r['backward_ms']:9.1f}"
+            f"{r['name']:22} {r['step_ms']:7.1f} {r['forward_ms']:9.1f} {r['backward_ms']:9.1f}"
             f" {r['optimizer_ms']:10.1f} {r['useful_tflops']:9.1f} {r['peak_gb']:9.1f}  {shown}"
         )
     by_name = {r["name"]: r for r in results}

@@ -12,7 +12,7 @@ they are passed to the objective and to decoding and are never part of the state
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
 import torch
@@ -143,9 +143,17 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.fp8 = False
+        """Multiply in fp8 (a GPU only): set by ``Drafter.use_fp8``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+        if self.fp8:
+            from trainer.kernels.fp8 import fp8_linear
+
+            linear = fp8_linear
+        gate, up = linear(x, self.gate_proj.weight), linear(x, self.up_proj.weight)
+        return linear(F.silu(gate) * up, self.down_proj.weight)
 
 
 class Layer(nn.Module):
@@ -207,6 +215,12 @@ class Drafter(nn.Module):
                 module.reset_parameters()
             elif isinstance(module, dflash2.CandidateSelector):
                 module.reset_parameters(deviation)
+
+    def use_fp8(self) -> None:
+        """Let the MLPs, half of a step's work, multiply in fp8: training on a GPU only."""
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.fp8 = True
 
     def forward(
         self,

@@ -11,31 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from trainer.head_loss import Chunk, ChunkedHeadLoss, LogitsScale, torch_softmax_gradient_
 from trainer.kernels.cross_entropy import FP8_SCALE, softmax_gradient_fp8
-
-E4M3_MAX = 448.0
-
-
-def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """As e4m3 with one scale (f32 [1]) that takes the largest value to the type's largest."""
-    scale = values.abs().amax().float().clamp(min=1e-12) / E4M3_MAX
-    return (values / scale).to(torch.float8_e4m3fn), scale.reshape(1)
-
-
-def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """``a`` [m, k] × ``b`` [n, k] transposed, bf16 [m, n]; full accumulation."""
-    return F.scaled_mm(
-        a,
-        b.t(),
-        a_scale,
-        F.ScalingType.TensorWise,
-        b_scale,
-        F.ScalingType.TensorWise,
-        output_dtype=torch.bfloat16,
-    )
+from trainer.kernels.fp8 import fp8_product, quantize
 
 
 class Fp8HeadLoss(ChunkedHeadLoss):
@@ -53,10 +32,10 @@ class Fp8HeadLoss(ChunkedHeadLoss):
     ) -> Chunk:
         assert head.data_ptr() == self.head.data_ptr(), "made for another head"
         small, scale = quantize(hidden)
-        logits = multiply(small, scale, self.by_row, self.scale)
+        logits = fp8_product(small, scale, self.by_row, self.scale)
         slopes = torch.empty_like(logits, dtype=torch.float8_e5m2)
         logp, best, own = softmax_gradient_fp8(logits, labels, slopes, logits_scale)
         del logits
-        others = multiply(slopes, self.probability_scale, self.by_column, self.scale)
+        others = fp8_product(slopes, self.probability_scale, self.by_column, self.scale)
         mine = head.index_select(0, labels) * own[:, None]
         return Chunk((others + mine).to(hidden.dtype), logp, best)
