@@ -18,6 +18,8 @@ class Cli:
     def __init__(self, home: Path, inventory: Path) -> None:
         self.home = home
         self.inventory = inventory
+        self.extra: dict[str, str] = {}
+        """More environment variables."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -27,6 +29,7 @@ class Cli:
             "PYTHONPATH": str(ROOT),
             "HOME": str(self.home),
             "DFLASHCTL_INVENTORY": str(self.inventory),
+            **self.extra,
         }
 
     def start(self, *words: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:

@@ -1,0 +1,124 @@
+"""Ways to a host: aliases, jump hosts, agents; one connection for all its containers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from laptop import Cli
+
+from orchestrator.lab import Lab
+from orchestrator.lab.proxy import Proxy
+
+pytestmark = pytest.mark.lab
+
+
+def inventory(cli: Cli, tmp_path: Path, host: dict[str, Any]) -> None:
+    known = {"hosts": {"lab": host}, "containers": {"c": {"host": "lab", "ct": 201}}}
+    known["containers"]["c"]["python"] = "/srv/python/bin/python"
+    cli.inventory = tmp_path / "own.yaml"
+    cli.inventory.write_text(yaml.safe_dump(known))
+
+
+def config(lab: Lab, tmp_path: Path, extra: str = "") -> str:
+    """An ssh config that knows the lab under the name ``pve``."""
+    path = tmp_path / "ssh_config"
+    path.write_text(
+        f"Host pve\n  HostName 127.0.0.1\n  Port {lab.spec.port}\n  User root\n"
+        f"  IdentityFile {lab.layout.user_key}\n  IdentitiesOnly yes\n"
+        f"  UserKnownHostsFile {lab.layout.known_hosts}\n{extra}"
+    )
+    return str(path)
+
+
+def test_everything_comes_from_the_ssh_config(cli: Cli, lab: Lab, tmp_path: Path) -> None:
+    inventory(cli, tmp_path, {"address": "pve", "ssh_config": config(lab, tmp_path)})
+    assert cli("exec", "c", "--", "echo", "hi", code=0).stdout == "hi\n"
+
+
+def test_a_jump_host_carries_the_connection(cli: Cli, lab: Lab, tmp_path: Path) -> None:
+    extra = (
+        f"Host far\n  HostName 127.0.0.1\n  Port {lab.spec.port}\n  User root\n  ProxyJump pve\n"
+        f"  IdentityFile {lab.layout.user_key}\n  UserKnownHostsFile {lab.layout.known_hosts}\n"
+    )
+    inventory(cli, tmp_path, {"address": "far", "ssh_config": config(lab, tmp_path, extra)})
+    assert cli("exec", "c", "--", "echo", "hi", code=0).stdout == "hi\n"
+
+
+def test_a_jump_hosts_key_is_checked_too(cli: Cli, lab: Lab, tmp_path: Path) -> None:
+    text = config(lab, tmp_path)
+    Path(text).write_text(
+        f"Host pve\n  HostName 127.0.0.1\n  Port {lab.spec.port}\n  User root\n"
+        f"  IdentityFile {lab.layout.user_key}\n  UserKnownHostsFile {tmp_path}/none\n"
+        f"Host far\n  HostName 127.0.0.1\n  Port {lab.spec.port}\n  User root\n  ProxyJump pve\n"
+        f"  IdentityFile {lab.layout.user_key}\n  UserKnownHostsFile {lab.layout.known_hosts}\n"
+    )
+    inventory(cli, tmp_path, {"address": "far", "ssh_config": text})
+    assert "is not known here" in cli("exec", "c", "--", "true", code=3).stderr
+
+
+@pytest.fixture
+def agent(cli: Cli, lab: Lab) -> Iterator[str]:
+    """An ssh agent that holds the lab's key; its socket."""
+    said = subprocess.run(["ssh-agent", "-s"], capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(SSH_\w+)=([^;]+);", said))
+    adding = {**os.environ, **found}
+    subprocess.run(["ssh-add", "-q", lab.layout.user_key], env=adding, check=True)
+    yield found["SSH_AUTH_SOCK"]
+    os.kill(int(found["SSH_AGENT_PID"]), 15)
+
+
+def test_the_ssh_agents_keys_are_offered(
+    cli: Cli, lab: Lab, tmp_path: Path, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = {
+        "address": "127.0.0.1",
+        "port": lab.spec.port,
+        "user": "root",
+        "known_hosts": str(lab.layout.known_hosts),
+    }
+    inventory(cli, tmp_path, host)
+    assert "refused user root" in cli("exec", "c", "--", "true", code=3).stderr
+    cli.extra["SSH_AUTH_SOCK"] = agent
+    cli("exec", "c", "--", "true", code=0)
+
+
+def test_all_containers_of_a_host_share_one_connection(cli: Cli, proxied: Proxy) -> None:
+    cli("exec", "lab-200", "lab-201", "--", "true", code=0)
+    assert proxied.traffic()["connections"] == 1
+
+
+def test_more_containers_than_channels_take_turns(
+    cli: Cli, lab: Lab, proxied: Proxy, tmp_path: Path
+) -> None:
+    known = yaml.safe_load(cli.inventory.read_text())
+    one = known["containers"]["lab-201"]
+    known["containers"] = {f"c{n}": {**one, "workdir": f"/workspace/{n}"} for n in range(20)}
+    cli.inventory.write_text(yaml.safe_dump(known))
+    found = cli.json("ps", *known["containers"])
+    assert found == {"runs": [], "unreachable": []}
+    assert proxied.traffic()["connections"] == 1
+
+
+def test_a_slow_connect_is_no_failure(cli: Cli, proxied: Proxy) -> None:
+    proxied.set(rtt_ms=1000)
+    assert cli("exec", "lab-201", "--", "echo", "hi", code=0).stdout == "hi\n"
+
+
+def test_a_login_shell_that_prints_first_does_no_harm(cli: Cli, lab: Lab) -> None:
+    profile = "/root/.bashrc"
+    lab.host(["sh", "-c", f"test ! -e {profile} || mv {profile} {profile}.kept"])
+    lab.host(["sh", "-c", f"echo 'echo Welcome to PVE; seq 5000' > {profile}"])
+    try:
+        assert lab.ssh("true").stdout.startswith("Welcome")
+        assert cli("exec", "lab-201", "--", "echo", "hi", code=0).stdout == "hi\n"
+    finally:
+        lab.host(
+            ["sh", "-c", f"rm {profile}; test ! -e {profile}.kept || mv {profile}.kept {profile}"]
+        )
