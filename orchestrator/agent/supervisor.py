@@ -92,6 +92,8 @@ def _supervise(paths: RunPaths, tmux: int) -> int:
         return 0
     program = os.open(plain(sys.argv[0]), os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(program, fcntl.LOCK_SH)
+    # Our own files are private; the command gets the umask of whoever started the run.
+    os.umask(0o077)
     pane = Pane(1)
     words = os.open(paths.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open("/dev/null", os.O_RDONLY)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_peer import seeds
 
 from orchestrator.agent.manifest import Entry, dump
 
@@ -225,7 +226,7 @@ def leftovers(workdir: Path) -> list[str]:
     return [name for name in found if name.startswith((".staging", ".in-", ".removed"))]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, 200))
 def test_a_push_cut_at_any_byte_leaves_the_old_release_and_nothing_half_made(
     agents: Any, workdir: Path, seed: int
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_peer import seeds
 
 Frames = list[tuple[dict[str, Any], bytes]]
 
@@ -176,13 +177,14 @@ def test_a_line_without_end_is_cut_rather_than_kept_in_memory(agent: Any, tmp_pa
     assert max(len(payload) for _, payload in frames) <= 512 << 10
 
 
+@pytest.mark.parametrize("seed", seeds(1, 50))
 def test_nothing_is_lost_or_doubled_over_rotations_and_cut_links(
-    agents: Any, tmp_path: Path
+    agents: Any, tmp_path: Path, seed: int
 ) -> None:
     path = tmp_path / "busy.log"
     path.touch()
     count = 20_000
-    chance = random.Random(1)
+    chance = random.Random(seed)
 
     def write() -> None:
         file = path.open("ab", buffering=0)
