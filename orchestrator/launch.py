@@ -58,6 +58,8 @@ class Order:
     log_link: str | None = None
     force: bool = False
     predecessor: str | None = None
+    nodes: Mapping[str, Any] | None = None
+    """Of one run on several containers: this one's rank, their number, all their run ids."""
 
     def start_fields(self, target: Target, release: Release | None) -> dict[str, Any]:
         """The fields of ``run.start``, except which release."""
@@ -81,6 +83,8 @@ class Order:
             meta["predecessor"] = self.predecessor
         if self.config:
             meta["config"] = self.config
+        if self.nodes:
+            meta["nodes"] = dict(self.nodes)
         return {**meta, **(release.meta() if release else {})}
 
 

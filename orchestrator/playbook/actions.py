@@ -73,7 +73,8 @@ class Warmup(Action):
 
 
 class Launch(Action):
-    """Start a run; what it starts is decided as for the verb `launch`."""
+    """Start a run; what it starts is decided as for the verb `launch`. Several containers make one
+    run, a node each."""
 
     command: Annotated[list[str] | None, BeforeValidator(lambda v: v or None)] = None
     config: Text = None
@@ -88,6 +89,8 @@ class Launch(Action):
     log: Text = None
     """A link to the log at this path in the container."""
     force: bool = False
+    ranks: int | None = Field(None, ge=1)
+    """Processes of each of several nodes; null: as many as it has GPUs."""
     resume: bool = False
     """Go on from the newest complete checkpoint of ``run`` (null: the newest run)."""
     run: Text = None

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from orchestrator import launch as launching
+from orchestrator import nodes, transfer
 from orchestrator import release as releases
-from orchestrator import transfer
 from orchestrator.alarm import DROP
 from orchestrator.errors import NotFoundError, RunFailed
-from orchestrator.launch import Order
+from orchestrator.launch import Order, Started
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
 from orchestrator.playbook.stage import Stage, counted, place
-from orchestrator.release import Push
+from orchestrator.release import Push, Release
 from orchestrator.run import RunRef, new_run_id
 from orchestrator.target import Target
 from orchestrator.watch import Report, Watch
@@ -95,18 +96,16 @@ def launch(stage: Stage, action: actions.Launch) -> Done:
     inside = action.config
     if action.config and release:
         inside = releases.config_path(Path(action.config).expanduser(), release.root)
-    stage.refs = []
-    for target in stage.targets:
-        run_id = new_run_id(action.name)
-        has_script = release is not None and release.has(launching.START_SCRIPT)
-        order = Order(
+    run_id = new_run_id(action.name)
+    orders = [
+        Order(
             run_id=run_id,
             name=action.name or "run",
             command=launching.command_for(
                 target,
                 action.command or (),
                 inside,
-                has_script,
+                release is not None and release.has(launching.START_SCRIPT),
                 str(release.root.path) if release else None,
             ),
             config=inside,
@@ -116,11 +115,28 @@ def launch(stage: Stage, action: actions.Launch) -> Done:
             force=action.force,
             predecessor=_predecessor(stage, target),
         )
-        with stage.audited(target, "launch", run_id=run_id):
-            launching.launch(stage.fleet, target, order, release, notice=stage.notice)
-        stage.refs.append(RunRef(target, run_id))
+        for target in stage.targets
+    ]
+    stage.refs = [RunRef(s.target, s.run_id) for s in _start(stage, orders, release, action.ranks)]
     ids = [ref.run_id for ref in stage.refs]
     return Done(" ".join(map(str, ids)), {"run_ids": ids})
+
+
+def _start(
+    stage: Stage, orders: Sequence[Order], release: Release | None, ranks: int | None
+) -> list[Started]:
+    """One container: a run. Several: one run, a node each."""
+    if len(stage.targets) == 1:
+        target, order = stage.targets[0], orders[0]
+        with stage.audited(target, "launch", run_id=order.run_id):
+            return [launching.launch(stage.fleet, target, order, release, notice=stage.notice)]
+    with ExitStack() as lines:
+        for rank, (target, order) in enumerate(zip(stage.targets, orders, strict=True)):
+            run_id = nodes.node_id(order.run_id, rank)
+            lines.enter_context(stage.audited(target, "launch", run_id=run_id))
+        return nodes.launch(
+            stage.fleet, stage.targets, orders, release, notice=stage.notice, ranks=ranks
+        )
 
 
 def _checkpoint(stage: Stage, run: str | None) -> str:
