@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import sys
 import zipfile
 from dataclasses import dataclass
 from functools import cache
@@ -79,3 +80,15 @@ def _archive(sources: dict[str, bytes]) -> bytes:
             entry.create_system = 3
             archive.writestr(entry, sources[name])
     return buffer.getvalue()
+
+
+def main() -> None:
+    """``python -m orchestrator.agent_bundle FILE`` writes the program, for machines without us."""
+    path = Path(sys.argv[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bundle().data)
+    print(bundle().digest)
+
+
+if __name__ == "__main__":
+    main()
