@@ -16,8 +16,6 @@ from pathlib import Path
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, then import what the command needs: `--help` waits for no torch."""
-    # `kill -USR1` prints every thread's stack into the log: what to do when a run seems to hang.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     options = parser().parse_args(arguments)
     # transformers' progress bars write carriage returns into a log that is read line by line.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -74,4 +72,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # `kill -USR1` prints every thread's stack into the log: what to do when a run seems to hang.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.exit(main())

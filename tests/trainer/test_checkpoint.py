@@ -1,0 +1,142 @@
+"""Checkpoints are whole or not there, of this config or refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.checkpoint import CheckpointStore
+from trainer.config import CheckpointConfig
+from trainer.errors import CheckpointError, ResourceError
+
+pytestmark = pytest.mark.torch
+
+
+def state(value: float) -> dict[str, Any]:
+    tensors = {"a.weight": torch.full((3, 2), value), "norm": torch.arange(4.0) * value}
+    return {"master": tensors, "average": tensors, "square": tensors, "skipped": int(value)}
+
+
+def export(folder: Path, master: dict[str, torch.Tensor]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(str(len(master)))
+
+
+def make_store(folder: Path, fingerprint: Any = None, **config: Any) -> CheckpointStore:
+    checkpoint = CheckpointConfig.model_validate(config)
+    return CheckpointStore(folder, checkpoint, fingerprint or {"seed": 1}, export)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "c")
+    path = store.save(7, state(2.0), best=1.5)
+    assert store.newest() == path
+    loaded = store.load(path)
+    assert (loaded.step, loaded.best, loaded.state["skipped"]) == (7, 1.5, 2)
+    for kind in ("master", "average", "square"):
+        for name, value in state(2.0)[kind].items():
+            assert torch.equal(loaded.state[kind][name], value)
+    assert (path / "drafter" / "config.json").read_text() == "2"
+
+
+def test_last_best_and_every_nth_are_kept(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "c", keep_last=2, keep_every=40)
+    for step in range(10, 101, 10):
+        store.save(step, state(1.0))
+        if step == 30:
+            store.mark_best(step)
+    assert store.steps() == [30, 40, 80, 90, 100]
+    assert (tmp_path / "c" / "best").resolve().name == "step-00000030"
+
+
+def test_another_config_is_refused_with_the_field_and_both_values(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "c", {"seed": 1, "drafter.num_layers": 5}).save(3, state(1.0))
+    other = make_store(tmp_path / "c", {"seed": 1, "drafter.num_layers": 2, "new": True})
+    with pytest.raises(CheckpointError) as caught:
+        other.load(path)
+    message = str(caught.value)
+    assert "drafter.num_layers: 5 in the checkpoint, 2 in the config" in message
+    assert "new: 'absent' in the checkpoint, True in the config" in message
+    assert "seed" not in message
+
+
+def test_a_cut_file_is_named(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "c")
+    path = store.save(3, state(1.0))
+    tensors = path / "square.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"square\.safetensors is damaged or cut short"):
+        store.load(path)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        store.load(tmp_path)
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_checkpoint import make_store, state
+
+folder = Path({folder!r})
+make_store(folder).save(10, state(1.0))
+
+def die(path, master):
+    path.mkdir()
+    (path / "half").write_text("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+store = make_store(folder)
+store.export = die
+store.save(20, state(2.0))
+"""
+
+
+def test_a_kill_inside_a_save_leaves_the_one_before(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    script = KILLED_WHILE_SAVING.format(tests=str(Path(__file__).parent), folder=str(folder))
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list(folder.glob("*.part")), "the kill came in the middle"
+    store = make_store(folder)
+    path = store.newest()
+    assert path is not None
+    assert store.load(path).step == 10
+    store.save(20, state(2.0))
+    assert store.steps() == [10, 20]
+    assert not list(folder.glob("*.part"))
+
+
+def test_a_save_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "c")
+    store.save(10, state(1.0))
+
+    def full(path: Path, master: dict[str, torch.Tensor]) -> None:
+        path.mkdir()
+        raise OSError(28, "No space left on device")
+
+    store.export = full
+    with pytest.raises(ResourceError, match="No space left"):
+        store.save(20, state(2.0))
+    assert store.steps() == [10]
+    assert not list((tmp_path / "c").glob("*.part"))
+
+
+def test_the_environment_chooses_what_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path / "c")
+    first, second = store.save(1, state(1.0)), store.save(2, state(1.0))
+    assert store.newest() == second
+    monkeypatch.setenv("DFLASH_RESUME", str(first))
+    assert store.newest() == first
+    monkeypatch.setenv("DFLASH_RESUME", "no")
+    assert store.newest() is None
+    assert os.environ["DFLASH_RESUME"] == "no"

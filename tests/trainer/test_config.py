@@ -1,0 +1,137 @@
+"""One message for everything wrong with a config, before anything long begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_target import run_config, save_target
+
+from trainer.__main__ import main
+from trainer.config import load_config, parse_config
+from trainer.errors import ConfigError, TrainerError
+from trainer.resolve import resolve
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    save_target(folder / "target", "qwen3")
+    return folder
+
+
+def message(folder: Path, **changes: Any) -> str:
+    with pytest.raises(TrainerError) as caught:
+        resolve(parse_config(run_config(folder, **changes), source="c.yaml", base=folder))
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optimization": {"learnin_rate": 1}}, "optimization.learnin_rate: unknown key; did you"),
+        ({"drafter": {"dflash2": {"selector_rnk": 2}}}, "did you mean `selector_rank`?"),
+        (
+            {"data": {"make": {"prompts": [{"kind": "self", "cuont": 4, "count": 4}]}}},
+            "data.make.prompts.0.cuont: unknown key; did you mean `count`?",
+        ),
+        ({"optimization": {"epochs": 2}}, "state either steps or epochs"),
+        ({"optimization": {"rows": 0}}, "optimization.rows: Input should be greater than or equal"),
+        ({"data": {"files": []}}, "nothing to learn from"),
+        ({"nonsense": 3}, "nonsense: unknown key"),
+        ({"pipeline": {"targets": 0}}, "targets is 0"),
+    ],
+)
+def test_every_problem_is_named_with_its_field(
+    home: Path, changes: dict[str, Any], says: str
+) -> None:
+    assert says in message(home, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"drafter": {"mask_token_id": 9999}}, "mask_token_id 9999 is outside the vocabulary"),
+        ({"drafter": {"target_layer_ids": [2, 40]}}, "outside the target's 6 layers"),
+        ({"drafter": {"num_heads": 3}}, "num_heads 3 is not a multiple"),
+        ({"data": {"sequence_length": 4096}}, "max_position_embeddings 256"),
+        ({"data": {"anchors": 500}}, "data.anchors is 500"),
+        ({"target": {"model": "/nowhere"}}, "no file or folder /nowhere"),
+    ],
+)
+def test_what_does_not_fit_the_target_is_named_with_both_values(
+    home: Path, changes: dict[str, Any], says: str
+) -> None:
+    assert says in message(home, **changes)
+
+
+def test_several_problems_come_in_one_message(home: Path) -> None:
+    text = message(home, optimization={"rows": 0, "clop": 1.0})
+    assert "optimization.rows" in text
+    assert "did you mean `clip`?" in text
+
+
+def test_paths_are_relative_to_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "c.yaml"
+    path.parent.mkdir()
+    path.write_text("target: {model: m}\ndata: {files: [a.jsonl]}\noptimization: {steps: 1}\n")
+    assert load_config(path).data.files == [str(path.parent / "a.jsonl")]
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "\x00"])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        load_config(path)
+
+
+def test_a_fingerprint_ignores_where_and_how_often_but_not_what(home: Path) -> None:
+    def fingerprint(**changes: Any) -> dict[str, Any]:
+        tree = run_config(home, **changes)
+        return parse_config(tree, source="t", base=home).fingerprint()
+
+    same = fingerprint(checkpoint={"every": 3}, log_every=1, folder="/other")
+    assert same == fingerprint()
+    assert fingerprint(drafter={"num_layers": 2}) != fingerprint()
+    assert fingerprint(seed=5)["seed"] == 5
+
+
+def test_the_command_prints_one_message_and_no_traceback(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = home / "bad.yaml"
+    path.write_text("target: {modle: x}\n")
+    assert main(["check", str(path)]) == 2
+    found = capsys.readouterr()
+    assert "did you mean `model`?" in found.err
+    assert "Traceback" not in found.err
+    assert found.err.count("error:") == 1
+    assert main(["train", str(home / "absent.yaml")]) == 2
+    assert "absent.yaml" in capsys.readouterr().err
+
+
+def test_check_says_what_would_happen(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    path = home / "good.yaml"
+    path.write_text(yaml.safe_dump(run_config(home)))
+    assert main(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "DFlash, 1 layers",
+        "mask token",
+        "block 4",
+        "inline",
+        "nothing stands in the way",
+    ):
+        assert part in said, part
+
+
+def test_a_mask_token_is_one_that_no_text_uses(home: Path) -> None:
+    found = resolve(parse_config(run_config(home), source="t", base=home))
+    assert found.drafter.mask_token_id == found.tokenizer.mask_token_id

@@ -1,0 +1,225 @@
+"""Conversations, templates and packing: what goes into a batch, and what is left out and why."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_target import MARKED_TEMPLATE, TEMPLATE, make_tokenizer, run_config
+
+from trainer.config import parse_config
+from trainer.data.conversation import (
+    Conversation,
+    Rejection,
+    is_held_out,
+    prompt_key,
+    read_conversations,
+)
+from trainer.data.pack import PackedBatches, pack_rows
+from trainer.data.store import Samples
+from trainer.data.template import ChatTemplate, Encoded
+from trainer.errors import DataError
+
+pytestmark = pytest.mark.torch
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+def read(path: Path, *lines: str) -> list[Conversation | Rejection]:
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return list(read_conversations(str(path)))
+
+
+# -- lines ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{not json", "not JSON"),
+        ("[1, 2]", "holds list"),
+        ('{"text": "x"}', "neither `messages` nor a `prompt`"),
+        ('{"messages": []}', "empty or no list"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role is 'robot'"),
+        ('{"messages": [{"role": "user", "content": 7}]}', "content is no text"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "nobody asks"),
+    ],
+)
+def test_a_bad_line_is_left_out_with_its_number_and_reason(
+    tmp_path: Path, line: str, reason: str
+) -> None:
+    good = json.dumps({"messages": [USER, ANSWER]})
+    first, bad, last = read(tmp_path / "chats.jsonl", good, line, good)
+    assert isinstance(first, Conversation)
+    assert isinstance(last, Conversation)
+    assert isinstance(bad, Rejection)
+    assert bad.where == "chats.jsonl:2"
+    assert reason in bad.reason
+
+
+def test_gzip_and_bare_prompts_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl.gz"
+    with gzip.open(path, "wt") as stream:
+        stream.write(json.dumps({"task_id": "1", "prompt": "def f():\n"}) + "\n")
+    [found] = read_conversations(str(path), "Complete:\n{prompt}")
+    assert isinstance(found, Conversation)
+    assert found.messages == [{"role": "user", "content": "Complete:\ndef f():"}]
+
+
+def test_a_cut_archive_and_an_absent_file_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 100)[:-20])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz"):
+        list(read_conversations(str(path)))
+    with pytest.raises(DataError, match="no data file"):
+        list(read_conversations(str(tmp_path / "absent.jsonl")))
+
+
+def test_the_held_out_share_depends_on_the_prompt_alone() -> None:
+    keys = [prompt_key([{"role": "user", "content": f"question {i}"}]) for i in range(2000)]
+    held = {key for key in keys if is_held_out(key, 0.1)}
+    assert 140 < len(held) < 260
+    assert {key for key in reversed(keys) if is_held_out(key, 0.1)} == held
+    assert held <= {key for key in keys if is_held_out(key, 0.2)}
+
+
+# -- the loss mask --------------------------------------------------------------------------------
+
+
+def supervised_text(template: str, messages: list[dict[str, str]]) -> str:
+    tokenizer = make_tokenizer(template)
+    encoded = ChatTemplate(tokenizer).encode(messages)
+    return str(tokenizer.decode(encoded.tokens[encoded.supervised]))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE], ids=["prefixes", "markers"])
+def test_exactly_the_assistants_words_and_end_tokens_are_supervised(template: str) -> None:
+    later = [USER, ANSWER, {"role": "user", "content": "and"}, {**ANSWER, "content": "no"}]
+    assert supervised_text(template, later) == "yes</s>no</s>"
+
+
+def test_both_ways_agree() -> None:
+    templates = (TEMPLATE, MARKED_TEMPLATE)
+    ways = [ChatTemplate(make_tokenizer(t)).encode([USER, ANSWER]) for t in templates]
+    assert np.array_equal(ways[0].tokens, ways[1].tokens)
+    assert np.array_equal(ways[0].supervised, ways[1].supervised)
+
+
+def test_a_template_that_rewrites_earlier_turns_stops_clearly() -> None:
+    rewriting = "{{ messages | length }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="generation"):
+        ChatTemplate(make_tokenizer(rewriting)).encode([USER, ANSWER])
+
+
+def test_a_tokenizer_without_a_template_stops_clearly() -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        ChatTemplate(make_tokenizer(None))
+
+
+def test_the_users_frame_surrounds_the_users_words() -> None:
+    before, after = ChatTemplate(make_tokenizer()).user_frame()
+    assert (before, after) == ("<s>user\n", "</s>\n<s>assistant\n")
+
+
+# -- packing --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=200),
+    row=st.integers(16, 64),
+    seed=st.integers(0, 5),
+)
+def test_every_sample_is_packed_once_and_no_row_overflows(
+    lengths: list[int], row: int, seed: int
+) -> None:
+    rows = pack_rows(np.array(lengths), row, seed)
+    assert sorted(sample for one in rows for sample in one) == list(range(len(lengths)))
+    for one in rows:
+        assert sum(min(lengths[sample], row) for sample in one) <= row
+
+
+def make_batches(count: int = 23, **changes: object) -> PackedBatches:
+    generator = np.random.default_rng(0)
+    samples = []
+    for _ in range(count):
+        length = int(generator.integers(6, 40))
+        tokens = generator.integers(4, 200, length).astype(np.int32)
+        samples.append(Encoded(tokens, np.arange(length) >= 3))
+    tree = run_config(Path("/x"), **changes)
+    return PackedBatches(Samples.of(samples), parse_config(tree, source="t", base=Path("/")), 0)
+
+
+def test_a_batch_is_a_function_of_step_and_slot() -> None:
+    ours, theirs = make_batches(), make_batches()
+    for step in (7, 0, 3, 7):
+        mine, other = ours(step, 0), theirs(step, 0)
+        assert mine.sample_ids == other.sample_ids
+        for name, value in mine.tensors().items():
+            assert torch.equal(value, other.tensors()[name]), name
+
+
+def test_rows_hold_whole_documents_and_anchors_lie_in_their_supervised_part() -> None:
+    batches = make_batches()
+    for step in range(6):
+        batch = batches(step, 0)
+        for row, ids in enumerate(batch.sample_ids):
+            for document, sample in enumerate(ids):
+                here = batch.document[row] == document
+                wanted = batches.samples[sample]
+                assert batch.tokens[row][here].tolist() == wanted.tokens.tolist()
+                assert batch.position[row][here].tolist() == list(range(len(wanted.tokens)))
+                valid = batch.anchors[row][batch.anchor_valid[row]]
+                assert (batch.document[row][valid] == document).any(), "no document starves"
+            valid = batch.anchors[row][batch.anchor_valid[row]]
+            assert valid.tolist() == sorted(set(valid.tolist()))
+            assert batch.supervised[row][valid].all()
+            assert batch.supervised[row][valid + 1].all()
+            assert (batch.document[row][valid] == batch.document[row][valid + 1]).all()
+
+
+def test_every_epoch_visits_every_sample_once_in_another_order_with_other_anchors() -> None:
+    batches = make_batches(optimization={"rows": 1, "steps": 999})
+    count = len(batches.packed)
+    epochs = [[batches(e * count + i, 0) for i in range(count)] for e in range(2)]
+    seen = [[sample for b in epoch for sample in b.sample_ids[0]] for epoch in epochs]
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(23))
+    assert seen[0] != seen[1]
+    first = {b.sample_ids: b.anchors.tolist() for b in epochs[0]}
+    assert any(first[b.sample_ids] != b.anchors.tolist() for b in epochs[1])
+
+
+def test_how_a_step_is_cut_into_microbatches_does_not_change_its_rows() -> None:
+    whole = make_batches(optimization={"rows": 4, "microbatches": 1})
+    parts = make_batches(optimization={"rows": 1, "microbatches": 4})
+    for step in range(3):
+        rows = [parts(step, slot).tokens[0] for slot in range(4)]
+        assert torch.equal(whole(step, 0).tokens, torch.stack(rows))
+
+
+def test_a_fingerprint_changes_with_any_token(tmp_path: Path) -> None:
+    samples = make_batches().samples
+    changed = samples.tokens.copy()
+    changed[5] += 1
+    other = Samples(changed, samples.supervised, samples.offsets)
+    assert samples.fingerprint()["sha256"] != other.fingerprint()["sha256"]
+    samples.save(tmp_path)
+    assert Samples.load(tmp_path).fingerprint() == samples.fingerprint()
+
+
+def test_prepared_data_cut_short_is_refused(tmp_path: Path) -> None:
+    samples = make_batches().samples
+    samples.save(tmp_path)
+    np.save(tmp_path / "supervised.npy", samples.supervised[:-3])
+    with pytest.raises(DataError, match="cut short"):
+        Samples.load(tmp_path)
+    (tmp_path / "tokens.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(DataError, match="cannot be read"):
+        Samples.load(tmp_path)

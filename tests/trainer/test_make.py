@@ -1,0 +1,169 @@
+"""Data made by the target: batched decoding is decoding, and a kill costs one line at most."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_target import make_model, make_tokenizer, run_config, save_target
+
+from trainer.config import MakeConfig, parse_config
+from trainer.data.decode import BatchDecoder, Completion, Request
+from trainer.data.make import Journal, Maker
+from trainer.data.prepare import load_prepared, prepare
+from trainer.errors import DataError
+
+pytestmark = pytest.mark.torch
+
+
+def decode(model: Any, requests: list[Request], batch: int) -> dict[int, list[int]]:
+    decoder = BatchDecoder(model, {2}, 0, batch)
+    found = [c for c in decoder.run(requests) if isinstance(c, Completion)]
+    assert len(found) == len(requests)
+    return {c.key: c.tokens for c in found}
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 20, (count,), generator=generator).tolist()
+    return [torch.randint(4, 200, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "mistral"])
+def test_rows_that_join_and_leave_decode_as_they_would_alone(kind: str) -> None:
+    # float64: otherwise rounding, which differs with the batch's shape, decides near ties.
+    model = make_model(kind, dtype=torch.float64)
+    requests = [Request(i, p, limit=3 + 5 * (i % 4)) for i, p in enumerate(prompts(11))]
+    together = decode(model, requests, batch=4)
+    for request in requests:
+        alone = model.generate(
+            torch.tensor([request.tokens]),
+            max_new_tokens=request.limit,
+            do_sample=False,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        assert together[request.key] == alone[0, len(request.tokens) :].tolist(), request.key
+
+
+def test_what_a_row_draws_does_not_depend_on_its_companions() -> None:
+    model = make_model("llama", dtype=torch.float64)
+    requests = [Request(i, p, 12, temperature=1.0, seed=5) for i, p in enumerate(prompts(6))]
+    assert decode(model, requests, 2) == decode(model, requests, 6)
+
+
+def test_a_deadline_cuts_rows_and_keeps_what_they_made() -> None:
+    decoder = BatchDecoder(make_model("llama"), {2}, 0, 4)
+    run = decoder.run([Request(0, [5, 6], 10_000)], deadline=0.0)
+    done = [c for c in run if c is not None]
+    assert [(c.key, c.ended) for c in done] == [(0, False)]
+    assert done[0].tokens
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.jsonl")
+    journal.append([{"key": 1}, {"key": 2}])
+    with journal.path.open("a") as stream:
+        stream.write('{"key": 3, "te')
+    assert [item["key"] for item in journal.read()] == [1, 2]
+    journal.append([{"key": 4}])
+    assert [item["key"] for item in journal.read()] == [1, 2, 4]
+
+
+def make_maker(folder: Path) -> Maker:
+    config = MakeConfig.model_validate(
+        {
+            "prompts": [{"kind": "self", "count": 6, "max_new_tokens": 8}],
+            "response": {"max_new_tokens": 8, "batch": 3},
+        }
+    )
+    model = make_model("llama")
+    tokenizer = make_tokenizer()
+    return Maker(model, tokenizer, config, folder, seed=1, held_out=0.0, say=lambda _: None)
+
+
+def test_a_killed_run_makes_only_what_is_missing(tmp_path: Path) -> None:
+    from trainer.data.conversation import Conversation
+
+    asked = [Conversation([{"role": "user", "content": f"n {i}"}], "test") for i in range(5)]
+    maker = make_maker(tmp_path)
+    whole = maker.responses(asked)
+    path = tmp_path / "responses.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:17])
+    again = make_maker(tmp_path).responses(asked)
+    assert [r["key"] for r in again] == [r["key"] for r in whole]
+    assert path.read_text().splitlines()[:2] == lines[:2]
+    assert len(path.read_text().splitlines()) == 5
+
+
+def test_self_made_prompts_are_repeatable_and_end_on_their_own(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    texts = []
+    for name in ("a", "b"):
+        try:
+            found, _ = make_maker(tmp_path / name).prompts()
+        except DataError:
+            found = []
+        texts.append([p.messages[0]["content"] for p in found])
+    assert texts[0] == texts[1]
+    records = Journal(tmp_path / "a" / "prompts-0.jsonl").read()
+    assert len(records) == 6
+    assert len(texts[0]) <= sum(record["ended"] for record in records)
+
+
+def made_config(folder: Path, **data: Any) -> Any:
+    tree = run_config(folder)
+    tree["data"] = {
+        "make": {
+            "prompts": [{"kind": "file", "path": str(folder / "prompts.jsonl")}],
+            "response": {"max_new_tokens": 12, "batch": 4},
+        },
+        "sequence_length": 64,
+        "anchors": 8,
+        "held_out": 0.3,
+        **data,
+    }
+    return parse_config(tree, source="test", base=folder)
+
+
+def test_prepared_data_is_the_targets_own_tokens_split_by_prompt(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    lines = [json.dumps({"prompt": f"question {i}"}) for i in range(12)] + ["{broken"]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    config, tokenizer, said = made_config(tmp_path), make_tokenizer(), []
+    folder = tmp_path / "data"
+    found = prepare(config, folder, tokenizer, lambda: make_model("llama"), said.append)
+    assert len(found.train) + len(found.held_out) == 12
+    assert len(found.held_out) == len(found.prompts) > 0
+    assert found.report["rejected"]["count"] == 1
+    assert any("not JSON" in line for line in said)
+    sample = found.train[0]
+    text = tokenizer.decode(sample.tokens[~sample.supervised])
+    assert text.startswith("<s>user\nquestion")
+    assert text.endswith("<s>assistant\n")
+    # Again: nothing is made, the same data comes back.
+    second = prepare(config, folder, tokenizer, lambda: pytest.fail("made again"), said.append)
+    assert second.fingerprint == found.fingerprint
+
+
+def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    folder = tmp_path / "data"
+    first = made_config(tmp_path, held_out=0.0)
+    prepare(first, folder, make_tokenizer(), lambda: make_model("llama"), lambda _: None)
+    with pytest.raises(DataError, match="another config"):
+        load_prepared(made_config(tmp_path, held_out=0.0, sequence_length=48), folder)
+
+
+def test_an_empty_loss_mask_stops_before_any_step(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    config = parse_config(run_config(tmp_path), source="t", base=tmp_path)
+    with pytest.raises(DataError, match="ends without an answer"):
+        prepare(config, tmp_path / "d", make_tokenizer(), lambda: None, lambda _: None)

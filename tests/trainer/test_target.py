@@ -1,0 +1,147 @@
+"""The target is tapped exactly where transformers reports its hidden states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_target import CONFIGS, make_model, save_target
+
+from trainer import target
+from trainer.config import TargetConfig
+from trainer.data.batch import Batch
+from trainer.errors import DataError, TargetError
+from trainer.target import (
+    TappedTarget,
+    check_taps,
+    decoder_layers,
+    load_frozen,
+    load_hf_config,
+    load_model,
+)
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+
+
+def packed_batch(lengths: list[int], row: int) -> Batch:
+    """One row with documents of these lengths, the rest padding."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(4, 200, (1, row), generator=generator)
+    document = torch.full((1, row), -1, dtype=torch.int32)
+    position, start = torch.zeros(1, row, dtype=torch.long), 0
+    for number, length in enumerate(lengths):
+        document[0, start : start + length] = number
+        position[0, start : start + length] = torch.arange(length)
+        start += length
+    position[0, start:] = torch.arange(row - start)
+    return Batch(
+        tokens=tokens,
+        document=document,
+        position=position,
+        supervised=document >= 0,
+        anchors=torch.zeros(1, 1, dtype=torch.long),
+        anchor_valid=torch.ones(1, 1, dtype=torch.bool),
+        sample_ids=(tuple(range(len(lengths))),),
+    )
+
+
+def reported(model: Any, tokens: torch.Tensor, layer_ids: list[int]) -> torch.Tensor:
+    out = model(input_ids=tokens, output_hidden_states=True)
+    return torch.cat([out.hidden_states[i + 1] for i in layer_ids], dim=-1)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_tap_is_the_hidden_state_that_transformers_reports(kind: str) -> None:
+    model = make_model(kind)
+    batch = packed_batch([24], 24)
+    for layer_ids in ([0], [2], [1, 3], [0, 2, 5], [5]):
+        stage = TappedTarget(model, layer_ids, CPU)
+        features = stage.features(batch)
+        assert torch.equal(features, reported(model, batch.tokens, layer_ids)), layer_ids
+        assert features.shape[-1] == stage.feature_width
+        check_taps(model, layer_ids)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_documents_of_a_row_do_not_see_each_other(kind: str) -> None:
+    model = make_model(kind)
+    batch = packed_batch([11, 7], 24)
+    features = TappedTarget(model, [1, 4], CPU).features(batch)
+    for start, end in ((0, 11), (11, 18)):
+        alone = reported(model, batch.tokens[:, start:end], [1, 4])
+        torch.testing.assert_close(features[:, start:end], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_no_layer_above_the_last_tap_is_run() -> None:
+    model = make_model("llama")
+    ran: list[int] = []
+    _, layers = decoder_layers(model)
+    for index, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_args, index=index: ran.append(index))
+    head_ran: list[int] = []
+    model.lm_head.register_forward_hook(lambda *_: head_ran.append(1))
+    TappedTarget(model, [1, 3], CPU).features(packed_batch([8], 8))
+    assert ran == [0, 1, 2, 3]
+    assert not head_ran
+
+
+def test_the_model_stays_whole_and_two_stages_share_it() -> None:
+    model = make_model("llama")
+    batch = packed_batch([8], 8)
+    before = model(input_ids=batch.tokens).logits
+    first, second = TappedTarget(model, [1], CPU), TappedTarget(model, [3], CPU)
+    assert torch.equal(first.features(batch), reported(model, batch.tokens, [1]))
+    assert torch.equal(second.features(batch), reported(model, batch.tokens, [3]))
+    assert torch.equal(model(input_ids=batch.tokens).logits, before)
+
+
+def test_features_go_into_a_given_slot_and_may_be_used_by_autograd() -> None:
+    stage = TappedTarget(make_model("llama"), [1, 3], CPU)
+    batch = packed_batch([8], 8)
+    slot = torch.zeros(1, 8, stage.feature_width)
+    assert stage.features(batch, slot) is slot
+    weight = torch.ones(stage.feature_width, requires_grad=True)
+    (stage.features(batch) @ weight).sum().backward()
+    assert torch.allclose(weight.grad, slot.sum((0, 1)), atol=1e-4)
+
+
+def test_a_tap_one_layer_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneOff(TappedTarget):
+        def __init__(self, model: Any, layer_ids: list[int], device: torch.device) -> None:
+            super().__init__(model, [i + 1 for i in layer_ids], device)
+
+    model = make_model("llama")
+    check_taps(model, [2])
+    monkeypatch.setattr(target, "TappedTarget", OneOff)
+    with pytest.raises(TargetError, match=r"hidden_states\[3\]"):
+        check_taps(model, [2])
+
+
+def test_the_frozen_rows_are_read_without_the_rest(tmp_path: Path) -> None:
+    config = TargetConfig(model=str(save_target(tmp_path / "t", "qwen3")))
+    frozen = load_frozen(config)
+    whole = load_model(config, CPU)
+    assert torch.equal(frozen.embedding, whole.get_input_embeddings().weight)
+    assert torch.equal(frozen.head, whole.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [
+        ("/nowhere/at/all", TargetError, "no file or folder"),
+        ("/nowhere/model.gguf", TargetError, "no file"),
+        ("package:no_such_package/x.gguf", DataError, "pip install"),
+        ("package:numpy/x.gguf", DataError, "no such file"),
+    ],
+)
+def test_an_absent_model_is_named(model: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        load_hf_config(TargetConfig(model=model))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=r"config\.json"):
+        load_hf_config(TargetConfig(model=str(tmp_path)))

@@ -1,0 +1,196 @@
+"""A whole run on a tiny target: killed, resumed, stopped, refused. Each run is a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_target import run_config, save_target, write_chats
+
+from trainer.telemetry import read_events, read_steps
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    save_target(folder / "target")
+    write_chats(folder / "chats.jsonl", 40)
+    return folder
+
+
+def write_config(home: Path, name: str, **changes: Any) -> Path:
+    path = home / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(run_config(home, folder=str(home / name), **changes)))
+    return path
+
+
+@contextmanager
+def running(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "train", str(config)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(config: Path, **environment: str) -> tuple[int, str]:
+    with running(config, **environment) as process:
+        said, _ = process.communicate(timeout=240)
+        return process.returncode, said
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def master(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step-{step:08d}" / "master.safetensors")
+
+
+def assert_equal_runs(one: Path, other: Path, step: int) -> None:
+    for kind in ("master", "average", "square"):
+        name = f"checkpoints/step-{step:08d}/{kind}.safetensors"
+        first, second = load_file(one / name), load_file(other / name)
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert torch.equal(value, second[key]), (kind, key)
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> Path:
+    """Twenty steps in one go, evaluated."""
+    evaluation = {"count": 3, "max_new_tokens": 8}
+    code, said = run(write_config(home, "whole", evaluation=evaluation))
+    assert code == 0, said
+    return home / "whole"
+
+
+def test_a_run_tells_its_story(whole: Path) -> None:
+    steps = list(read_steps((whole / "metrics.jsonl").read_text()))
+    assert [line.step for line in steps] == [1, 5, 10, 15, 20]
+    assert all(line.steps == 20 for line in steps)
+    assert steps[-1].loss is not None
+    assert steps[-1].loss < steps[0].loss
+    events = [line.event for line in read_events((whole / "events.jsonl").read_text())]
+    assert [e for e in events if e in ("started", "training", "evaluated", "finished")] == [
+        "started",
+        "training",
+        "evaluated",
+        "finished",
+    ]
+    assert events.count("checkpoint") == 4
+    report = json.loads((whole / "evaluation.json").read_text())
+    assert report["tau"] >= 1.0
+    assert report["tau_low"] <= report["tau"] <= report["tau_high"]
+
+
+def test_ten_steps_a_kill_and_ten_more_are_twenty_bit_for_bit(home: Path, whole: Path) -> None:
+    config = write_config(home, "killed")
+    with running(config) as process:
+        wait_for(home / "killed" / "checkpoints" / "step-00000010")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    code, said = run(config)
+    assert code == 0, said
+    assert "resumed step-" in said
+    assert_equal_runs(whole, home / "killed", 20)
+
+
+def test_sigterm_finishes_the_step_saves_it_and_leaves_with_143(home: Path, whole: Path) -> None:
+    config = write_config(home, "stopped", checkpoint={"every": 100})
+    with running(config) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step"):
+                process.send_signal(signal.SIGTERM)
+                break
+        said, _ = process.communicate(timeout=120)
+    if process.returncode == 0:
+        pytest.skip("the run ended before the signal came")
+    assert process.returncode == 143, said
+    events = list(read_events((home / "stopped" / "events.jsonl").read_text()))
+    assert [e.event for e in events][-3:] == ["stopping", "checkpoint", "stopped"] or [
+        e.event for e in events
+    ][-3:] == ["checkpoint", "stopping", "stopped"]
+    code, said = run(config)
+    assert code == 0, said
+    assert_equal_runs(whole, home / "stopped", 20)
+
+
+def test_another_config_is_refused_by_field_and_nothing_is_lost(home: Path, whole: Path) -> None:
+    config = write_config(home, "whole", optimization={"learning_rate": 5e-3})
+    code, said = run(config)
+    assert code == 2
+    assert "optimization.learning_rate: 0.001 in the checkpoint, 0.005 in the config" in said
+    assert "Traceback" not in said
+    assert master(whole, 20)
+
+
+def test_losses_that_stay_infinite_stop_the_run_with_the_batch(home: Path) -> None:
+    config = write_config(
+        home,
+        "nan",
+        # Overflows float32 in the first steps.
+        optimization={"learning_rate": 1e25, "nonfinite_limit": 1, "warmup": 0.0},
+    )
+    code, said = run(config)
+    assert code == 1
+    assert "not finite" in said
+    assert "Traceback" not in said
+    assert list((home / "nan" / "nonfinite").glob("step-*.json"))
+    events = list(read_events((home / "nan" / "events.jsonl").read_text()))
+    assert [e.event for e in events].count("nonfinite") == 2
+    assert events[-1].event == "failed"
+
+
+def test_a_checkpoint_is_evaluated_and_exported_by_command(home: Path, whole: Path) -> None:
+    checkpoint = str((whole / "checkpoints" / "best").resolve())
+    prompts = home / "prompts.jsonl"
+    prompts.write_text('{"prompt": "count from 3"}\n')
+    out = home / "report.json"
+    options = ["--prompts", str(prompts), "--max-new-tokens", "8", "--json", str(out)]
+    done = command("evaluate", checkpoint, *options)
+    assert done.returncode == 0, done.stderr
+    assert "identical to greedy" in done.stdout
+    assert json.loads(out.read_text())["prompts"] == 1
+    for form in ("zlab", "speculators"):
+        folder = home / form
+        done = command("export", checkpoint, str(folder), "--form", form)
+        assert done.returncode == 0, done.stderr
+        assert (folder / "model.safetensors").is_file()
