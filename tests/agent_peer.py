@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,6 +26,16 @@ def seeds(few: int, many: int) -> list[Any]:
     """``few`` for every run of the tests, ``many`` for the soak."""
     heavy = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(few, many)]
     return [*range(few), *heavy]
+
+
+def interpreters(*versions: str) -> list[Path]:
+    """One of each version that this machine has, on the PATH or from pyenv."""
+    found = []
+    for version in versions:
+        made = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
+        named = shutil.which(f"python{version}")
+        found += made[:1] or ([Path(named)] if named else [])
+    return found
 
 
 class Peer:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_peer import interpreters
 
 from orchestrator.agent.frames import encode
 from orchestrator.agent.loader import LOADER, argv, header
@@ -18,7 +19,7 @@ from orchestrator.agent.program import KEEP
 from orchestrator.agent.protocol import MAGIC, REFUSAL
 from orchestrator.agent_bundle import bundle
 
-OLD_PYTHONS = sorted(Path("/root/.pyenv/versions").glob("3.[6-9].*/bin/python"))
+OLD_PYTHONS = interpreters("3.6", "3.7", "3.8", "3.9")
 
 
 @pytest.fixture

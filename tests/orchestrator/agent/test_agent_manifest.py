@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from agent_peer import interpreters
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,9 +121,9 @@ def test_deeply_nested_json_is_refused_not_fatal() -> None:
 
 
 def test_both_sides_run_on_python_3_10() -> None:
-    python = Path("/root/.pyenv/versions/3.10.13/bin/python")
-    if not python.exists():
+    found = interpreters("3.10")
+    if not found:
         pytest.skip("no Python 3.10 here")
     code = 'from orchestrator.agent.manifest import parse; print(len(parse(b\'["d", "x"]\')))'
     root = Path(__file__).parents[3]
-    assert subprocess.check_output([python, "-c", code], cwd=root).strip() == b"1"
+    assert subprocess.check_output([found[0], "-c", code], cwd=root).strip() == b"1"
