@@ -354,7 +354,7 @@ def main() -> None:
     results = []
     for name in options.only or IMPLEMENTATIONS:
         command = [sys.executable, __file__, "--child", name]
-        if options.profile and name.startswith("ours"):
+        if options.profile and name == "ours":
             command.append("--profile")
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         plain = [line for line in done.stdout.splitlines() if not line.startswith("RESULT ")]
