@@ -17,12 +17,10 @@ from typing import Any
 
 from orchestrator import fleet as fleets
 from orchestrator import lease, pct, preflight
-from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
 from orchestrator.environment import remote as environments
 from orchestrator.errors import (
     ConnectionLost,
-    DflashctlError,
     HostUnreachable,
     NotFoundError,
     RefusedError,
@@ -314,10 +312,10 @@ def check_config(
     code = request.result()["exit_code"]
     if code == 0:
         return
-    # The trainer's own message is the last one; libraries may have warned before it.
-    text = said.decode(errors="replace").strip()
+    # Libraries may have warned before the trainer's own message.
+    text = said.decode(errors="replace").strip().rpartition("error: ")[2]
     what, _, step = text.partition("\n  next: ")
-    lines = what.splitlines()[-4:]
+    lines = what.splitlines()[-12:]
     kind = UsageError if code == 2 else RefusedError
     raise kind(
         "\n    ".join(lines) or f"`trainer check` ended with exit code {code}",
@@ -325,11 +323,6 @@ def check_config(
         host=target.host.name,
         ct=target.ct,
     )
-
-
-def is_double(error: DflashctlError) -> bool:
-    """Whether a start was refused because another run lives there."""
-    return kind_of(error) == "run.busy"
 
 
 # What --dry-run shows

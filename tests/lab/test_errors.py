@@ -13,6 +13,7 @@ from laptop import Cli
 
 from orchestrator.lab import Container, Lab
 from orchestrator.lab.proxy import Proxy
+from orchestrator.lab.spec import SHARED_PYTHON
 
 pytestmark = pytest.mark.lab
 
@@ -189,6 +190,36 @@ def test_wrong_options_are_wrong_usage(cli: Cli, code: Path) -> None:
         ("exec", "lab-200"),
     ):
         said(cli, 2, *words, cwd=code)
+
+
+# The trainer's config
+
+
+@pytest.mark.skipif(not SHARED_PYTHON.exists(), reason="make lab-python was not run")
+def test_an_unknown_key_in_the_trainers_config(cli: Cli, lab: Lab, code: Path) -> None:
+    (code / "config.yaml").write_text("targt:\n  model: x\n")
+    text = said(cli, 2, "launch", "lab-200", "--config", "config.yaml", cwd=code)
+    assert "lab/200" in text and "config.yaml" in text and "did you mean `target`?" in text
+    assert cli.json("ps", "lab-200", "--all")["runs"] == []
+
+
+def test_a_config_that_is_not_there(cli: Cli, code: Path) -> None:
+    text = said(cli, 2, "launch", "lab-200", "--config", "none.yaml", cwd=code)
+    assert "none.yaml: no such file" in text
+
+
+def test_a_container_without_what_the_trainer_needs(cli: Cli, code: Path) -> None:
+    (code / "config.yaml").write_text("x: 1\n")
+    text = said(cli, 4, "launch", "lab-201", "--config", "config.yaml", cwd=code)
+    assert "lab/201" in text and "has no torch" in text and "-m pip install torch" in text
+
+
+def test_a_trainer_of_ones_own_beside_a_config(cli: Cli, code: Path) -> None:
+    (code / "config.yaml").write_text("x: 1\n")
+    (code / "trainer").mkdir()
+    (code / "trainer/__init__.py").write_text("")
+    text = said(cli, 2, "launch", "lab-200", "--config", "config.yaml", cwd=code)
+    assert "would hide the trainer" in text
 
 
 # Containers that lack something
