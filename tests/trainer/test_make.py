@@ -140,6 +140,9 @@ def test_prepared_data_is_the_targets_own_tokens_split_by_prompt(tmp_path: Path)
     found = prepare(config, folder, tokenizer, lambda: make_model("llama"), said.append)
     assert len(found.train) + len(found.held_out) == 12
     assert len(found.held_out) == len(found.prompts) > 0
+    held = {prompt[0]["content"] + "</s>" for prompt in found.prompts}
+    shown = {tokenizer.decode(found.train[i].tokens) for i in range(len(found.train))}
+    assert not any(prompt in text for prompt in held for text in shown)
     assert found.report["rejected"]["count"] == 1
     assert any("not JSON" in line for line in said)
     sample = found.train[0]

@@ -102,6 +102,7 @@ def prepare(
     _make_folder(folder, config)
     rejected: list[Rejection] = []
     samples = list(_from_files(config, tokenizer, rejected))
+    asked = {sample.key: sample.prompt for sample in samples}
     if config.data.make is not None:
         maker = Maker(
             model(),
@@ -115,7 +116,9 @@ def prepare(
         prompts, bad = maker.prompts()
         rejected += bad
         samples += [_from_response(item) for item in maker.responses(prompts)]
+        asked |= {prompt.key: prompt.messages for prompt in prompts}
     kept = _usable(samples, rejected, config.data.sequence_length)
+    _write_prompts(folder, asked, config.data.held_out)
     _write(config, folder, kept, rejected)
     prepared = load_prepared(config, folder)
     assert prepared is not None
@@ -184,6 +187,17 @@ def _usable(samples: list[_Sample], rejected: list[Rejection], length: int) -> l
     return kept
 
 
+def _write_prompts(folder: Path, asked: dict[str, Messages], share: float) -> None:
+    """The held-out ones, answered or not, in the order of their hashes: any first few of them are
+    of every source."""
+    lines = [
+        json.dumps({"messages": asked[key]}, ensure_ascii=False) + "\n"
+        for key in sorted(asked)
+        if is_held_out(key, share)
+    ]
+    (folder / HELD_OUT_PROMPTS).write_text("".join(lines), encoding="utf-8")
+
+
 def _write(
     config: TrainConfig, folder: Path, samples: list[_Sample], rejected: list[Rejection]
 ) -> None:
@@ -205,11 +219,6 @@ def _write(
         "reasons": dict(reasons.most_common()),
         "first": [f"{r.where}: {r.reason}" for r in rejected[:20]],
     }
-    prompts = {s.key: s.prompt for s in held}
-    lines = "".join(
-        json.dumps({"messages": prompt}, ensure_ascii=False) + "\n" for prompt in prompts.values()
-    )
-    (folder / HELD_OUT_PROMPTS).write_text(lines, encoding="utf-8")
     beside = folder / (REPORT + ".part")
     beside.write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
     beside.replace(folder / REPORT)
