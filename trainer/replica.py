@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trainer.config import TrainConfig
 from trainer.data.batch import Batch
-from trainer.drafter.config import SLIDING, DrafterConfig
-from trainer.drafter.mask import MaskBuilder, tile_lists
+from trainer.drafter.config import DrafterConfig
+from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter
 from trainer.head_loss import HeadLoss
 from trainer.objective import DrafterLoss, FrozenTarget
@@ -63,25 +63,18 @@ class DrafterReplica:
         self.drafter = new_drafter(drafter_config, config.seed, frozen.head).to(device)
         self.optimizer = MasterAdamW(self.drafter, config.optimization, steps, dtype)
         compiled = compile_ if device.type == "cuda" else None
-        types = drafter_config.layer_types
-        masks = MaskBuilder(
-            drafter_config.block_size,
-            full=set(types) != {SLIDING},
-            window=drafter_config.sliding_window if SLIDING in types else None,
-            list_tiles=compiled(tile_lists, "mask") if compiled else None,
-        )
         self.loss = DrafterLoss(
             self.drafter,
             frozen,
             config.objective,
-            masks,
+            masks_for(drafter_config, device, compiled),
             forward=compiled(self.drafter.forward, "drafter") if compiled else None,
             head_loss=head_loss,
         )
 
     def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
-        moved = batch.to(self.device, non_blocking=True)
-        found = self.loss(moved, features.to(self.dtype))
+        # From the CPU, best: the loss then knows which rows count without asking the device.
+        found = self.loss(batch, features.to(self.dtype))
         self.backward(found.loss)
         return Sums.vector(
             found.loss, found.weight, found.tau, found.blocks, found.correct, found.count
