@@ -4,6 +4,9 @@ Everything that a lab starts is a child of its sshd or of a container and so lie
 of the lab's own, in every hierarchy. That is how ``down`` ends it all, after a crash too, without
 remembered process numbers (they may belong to others by then) and without names.
 
+The host gets a cgroup namespace whose root is that group, so there a container's processes are in
+``/lxc/200/ns``, as on Proxmox, and those of other labs are outside (``/../…``).
+
 Version 1 (and hybrid): /sys/fs/cgroup/memory, freezer, pids and unified, each with the caller's
 own group as base. Version 2: one hierarchy; the base is its root, because a group there holds
 either processes or children with limits, never both, and only the root is free of that rule.
@@ -25,53 +28,61 @@ PATIENCE_S = 5.0
 
 @dataclass(frozen=True)
 class Hierarchies:
-    """``groups``: one folder per hierarchy, the lab's own group in each; not yet made."""
+    """``names`` below /sys/fs/cgroup (none: version 2) and the lab's own group in each."""
 
-    version: int
+    names: tuple[str, ...]
     groups: tuple[Path, ...]
 
     @property
-    def host(self) -> tuple[Path, ...]:
-        """Groups for the host's own processes (sshd and sessions)."""
-        if self.version == 2:
-            return tuple(group / "host" for group in self.groups)
-        return self.groups
+    def version(self) -> int:
+        return 1 if self.names else 2
+
+    @property
+    def seen_by_host(self) -> tuple[Path, ...]:
+        """The same groups by the paths that the lab's host knows them by."""
+        return tuple(SYS / name for name in self.names) or (SYS,)
+
+    @property
+    def of_host(self) -> tuple[Path, ...]:
+        """Where the host's own processes are: sshd, sessions, what the tester runs there."""
+        return self.groups if self.names else tuple(group / "host" for group in self.groups)
 
 
 def find(name: str, own: str | None = None, root: Path = SYS) -> Hierarchies:
     """``name`` below the caller's groups; ``own`` is the text of /proc/self/cgroup."""
     if (root / "cgroup.controllers").exists():
-        return Hierarchies(2, (root / name,))
+        return Hierarchies((), (root / name,))
     text = Path("/proc/self/cgroup").read_text() if own is None else own
-    groups = []
+    found = []
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         mount = controllers or "unified"
         if mount in (*USED, "unified") and (root / mount).is_dir():
-            groups.append(root / mount / path.lstrip("/") / name)
-    return Hierarchies(1, tuple(groups))
+            found.append((mount, root / mount / path.lstrip("/") / name))
+    return Hierarchies(tuple(mount for mount, _ in found), tuple(group for _, group in found))
 
 
-def make(hierarchies: Hierarchies) -> bool:
-    """Make the groups; returns whether a memory limit can be set in them."""
-    for group in (*hierarchies.groups, *hierarchies.host):
-        group.mkdir(exist_ok=True)
+def make(hierarchies: Hierarchies) -> None:
     for group in hierarchies.groups:
-        # Two containers that start at once race for these in LXC ("Numerical result out of range").
-        for name in ("lxc", "lxc.monitor"):
-            (group / name).mkdir(exist_ok=True)
-    if hierarchies.version == 1:
-        return any((group / "memory.limit_in_bytes").exists() for group in hierarchies.groups)
-    group = hierarchies.groups[0]
-    wanted = set((group.parent / "cgroup.controllers").read_text().split()) & {"memory", "pids"}
-    try:
-        for level in (group.parent, group, group / "lxc"):
-            for controller in sorted(wanted):
-                (level / "cgroup.subtree_control").write_text(f"+{controller}")
-    except OSError:
-        # Inside another container the root group is not the true root and may hold processes.
-        return False
-    return "memory" in wanted
+        group.mkdir(exist_ok=True)
+        if hierarchies.version == 1:
+            # Containers that start at once race for these in LXC ("Numerical result out of range").
+            for name in ("lxc", "lxc.monitor"):
+                (group / name).mkdir(exist_ok=True)
+            continue
+        for controller in ("memory", "pids"):
+            try:
+                (group.parent / "cgroup.subtree_control").write_text(f"+{controller}")
+            except OSError:
+                # Not there, or, inside another container, the root is not the true one and may
+                # hold processes itself. ``can_limit`` tells.
+                continue
+
+
+def can_limit(hierarchies: Hierarchies) -> bool:
+    """Whether a container's memory can be limited; asked when the host is up."""
+    names = ("memory.limit_in_bytes", "memory.max")
+    return any((group / "lxc" / name).exists() for group in hierarchies.groups for name in names)
 
 
 def memory_keys(hierarchies: Hierarchies, limit: int) -> dict[str, str]:

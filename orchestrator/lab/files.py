@@ -97,6 +97,7 @@ def make_container(
     *,
     ip: str | None,
     groups: cgroups.Hierarchies,
+    limits: bool,
     private: list[Path],
 ) -> None:
     """Upper layer and configuration of one container."""
@@ -127,7 +128,7 @@ def make_container(
         spec,
         ct,
         ip=ip,
-        memory=cgroups.memory_keys(groups, ct.memory),
+        memory=cgroups.memory_keys(groups, ct.memory if limits else 0),
         relative_cgroup=groups.version == 1,
     )
     layout.lxc_base(ct.vmid).write_text(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import NotFoundError, RefusedError
-from orchestrator.lab.layout import Layout
+from orchestrator.lab.layout import PROGRAMS, Layout
 from orchestrator.lab.processes import Process, boot_id, children
 from orchestrator.lab.requirements import CLEAN_ENV
 from orchestrator.lab.spec import LabSpec
@@ -49,7 +49,9 @@ class HostAccess:
         sshd = self.sshd
         if sshd is None:
             raise NotFoundError("the lab is not up", next_step="dflashctl lab up")
-        return ["nsenter", "--target", str(sshd.pid), "--mount", "--uts", "--", *argv]
+        join = ["/bin/sh", str(PROGRAMS / "host-join"), *self.state()["host_cgroups"], "--"]
+        enter = ["nsenter", "--target", str(sshd.pid), "--mount", "--uts", "--cgroup", "--"]
+        return [*join, *enter, *argv]
 
     def host(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """Run it; ``options`` are those of subprocess.run."""

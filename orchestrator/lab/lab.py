@@ -83,11 +83,12 @@ class Lab(HostAccess):
             "backend": backend,
             "boot_id": boot_id(),
             "cgroups": [str(group) for group in groups.groups],
+            "host_cgroups": [str(group) for group in groups.of_host],
             "inventory": str(self.inventory),
             "port": spec.port,
         }
         self._write_state(state)  # before anything that `down` would have to find
-        limits = cgroups.make(groups)
+        cgroups.make(groups)
         prefix = network.make_bridge(layout.bridge, int(layout.id, 16)) if spec.network else None
         addresses = {
             ct.vmid: render.address(prefix, index) if prefix else None
@@ -99,12 +100,19 @@ class Lab(HostAccess):
         if on_overlay(layout.root, MOUNTS.read_text()):
             mount("-t", "tmpfs", "-o", "mode=700", "tmpfs", str(layout.layers))
         files.make_host(layout, spec, backend, groups)
+        sshd = self._start_host(groups)
+        limits = cgroups.can_limit(groups)
         private = files.private_paths(layout, spec)
         for ct in spec.containers:
             files.make_container(
-                layout, spec, ct, ip=addresses[ct.vmid], groups=groups, private=private
+                layout,
+                spec,
+                ct,
+                ip=addresses[ct.vmid],
+                groups=groups,
+                limits=limits,
+                private=private,
             )
-        sshd = self._start_host(groups)
         state |= {
             "sshd": sshd.as_dict(),
             "memory_limits": limits,
@@ -181,9 +189,10 @@ class Lab(HostAccess):
     def _start_host(self, groups: cgroups.Hierarchies) -> Process:
         layout = self.layout
         log = layout.host / "start.log"
-        argv = ["unshare", "--mount", "--uts", "--propagation", "private"]
+        argv = ["/bin/sh", str(PROGRAMS / "host-join"), *map(str, groups.groups), "--"]
+        argv += ["unshare", "--mount", "--uts", "--cgroup", "--propagation", "private"]
         argv += ["/bin/sh", str(PROGRAMS / "host-start"), str(layout.root), self.spec.node]
-        argv += [str(self.spec.shared_python), *map(str, groups.host)]
+        argv += [str(self.spec.shared_python), *groups.names]
         with log.open("wb") as output:
             child = subprocess.Popen(
                 argv,

@@ -98,10 +98,9 @@ def lxc_config(
 
     ``memory``: the memory limit as LXC keys (version 1 or 2), empty where there is no such
     controller. ``relative_cgroup``: on version 1 the container's cgroup lies below that of
-    ``lxc-start``; on version 2 no group may hold both processes and children, so the path is
-    absolute there.
+    ``lxc-start``; on version 2 no group may hold both processes and children, so the path counts
+    from the root there.
     """
-    prefix = "" if relative_cgroup else f"{layout.cgroup}/"
     lines = [
         f"lxc.uts.name = {ct.name}",
         f"lxc.rootfs.path = overlay:{layout.lower}:{layout.upper(ct.vmid)}",
@@ -110,9 +109,9 @@ def lxc_config(
         "lxc.pty.max = 1024",
         "lxc.tty.max = 0",
         f"lxc.cgroup.relative = {int(relative_cgroup)}",
-        f"lxc.cgroup.dir.container = {prefix}lxc/{ct.vmid}",
+        f"lxc.cgroup.dir.container = lxc/{ct.vmid}",
         "lxc.cgroup.dir.container.inner = ns",
-        f"lxc.cgroup.dir.monitor = {prefix}lxc.monitor/{ct.vmid}",
+        f"lxc.cgroup.dir.monitor = lxc.monitor/{ct.vmid}",
         f"lxc.init.cmd = {INIT}",
         f"lxc.hook.start = {NET_UP}",
         "lxc.signal.halt = SIGTERM",
@@ -157,8 +156,7 @@ def boot_spec(layout: Layout, spec: LabSpec, ct: Container, ip: str | None) -> s
 def host_settings(layout: Layout, spec: LabSpec, backend: str, groups: Hierarchies) -> str:
     """/etc/dflashctl-lab.conf of the host: how ``pct`` finds the lab."""
     lines = [f"root {layout.root}", f"backend {backend}", f"node {spec.node}"]
-    lines += [f"cgroup {path}" for path in groups.host]
-    lines += [f"group {path}" for path in groups.groups]
+    lines += [f"group {path}" for path in groups.seen_by_host]
     return "\n".join([*lines, ""])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -95,7 +96,20 @@ def test_the_configuration_is_where_proxmox_keeps_it(each_lab: Lab) -> None:
 
 def test_a_containers_processes_are_found_by_their_cgroup(each_lab: Lab) -> None:
     pid = each_lab.init_pid(201)
-    assert re.search(r"/lxc/201/ns$", run(each_lab, f"cat /proc/{pid}/cgroup").stdout, re.MULTILINE)
+    lines = run(each_lab, f"cat /proc/{pid}/cgroup").stdout.splitlines()
+    assert any(re.fullmatch(r"\d+:[^:]*:/lxc/201/ns", line) for line in lines)
+
+
+def test_processes_of_other_labs_are_outside_of_the_hosts_groups(lab: Lab, each_lab: Lab) -> None:
+    pid = str(os.getpid() if lab is each_lab else lab.init_pid(200))
+    lines = run(each_lab, f"cat /proc/{pid}/cgroup").stdout.splitlines()
+    assert not any(line.split(":", 2)[2].startswith("/lxc/") for line in lines)
+
+
+def test_the_hosts_groups_are_mounted_where_their_paths_point(each_lab: Lab) -> None:
+    paths = "/sys/fs/cgroup/lxc/200/ns /sys/fs/cgroup/unified/lxc/200/ns"
+    procs = run(each_lab, f"for p in {paths}; do cat $p/cgroup.procs 2>/dev/null; done").stdout
+    assert str(each_lab.init_pid(200)) in procs.split()
 
 
 @pytest.mark.parametrize("verb", ["status", "config", "start", "stop", "shutdown", "reboot"])

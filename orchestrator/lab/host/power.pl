@@ -2,7 +2,7 @@
 # Deviation: the real `suspend` checkpoints to disk (CRIU, "experimental"); here it freezes.
 use strict;
 use warnings;
-our ( %lab, @cgroups );
+our %lab;
 
 sub check_lock {
     my ($conf) = @_;
@@ -24,12 +24,6 @@ sub boot {
         my ($device) = split /,/, $conf->{$key};
         $device =~ s/^path=//;
         fail( 255, "Device $device does not exist\n" ) if !-e $device;
-    }
-    # In the lab's own group, so that `lab down` finds the container; never in the caller's.
-    for my $cgroup (@cgroups) {
-        open( my $fh, '>', "$cgroup/cgroup.procs" ) or fail( 255, "cannot join $cgroup: $!\n" );
-        print $fh "0\n";
-        close $fh or fail( 255, "cannot join $cgroup: $!\n" );
     }
     my $started;
     if ( $lab{backend} eq 'lxc' ) { $started = boot_lxc( $vmid, $raw ) }
