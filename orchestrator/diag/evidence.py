@@ -265,18 +265,26 @@ class _Text:
         for line in lines:
             self.starts.append(offset)
             offset += len(line.text) + 1
+        self._found: dict[str, dict[int, Hit]] = {}
         self._places: dict[tuple[str, bool], list[int]] = {}
 
     def search(self, patterns: Iterable[str]) -> list[Hit]:
         found: dict[int, Hit] = {}
         for pattern in patterns:
+            for index, hit in self._hits(pattern).items():
+                found.setdefault(index, hit)
+        return [found[i] for i in sorted(found)]
+
+    def _hits(self, pattern: str) -> dict[int, Hit]:
+        known = self._found.get(pattern)
+        if known is None:
+            known = self._found[pattern] = {}
             for literal, folded, compiled in _branches(pattern):
                 for index in self._holding(literal, folded):
-                    if index not in found:
-                        match = compiled.search(self.lines[index].text)
-                        if match is not None:
-                            found[index] = Hit(self.lines[index], match)
-        return [found[i] for i in sorted(found)]
+                    match = compiled.search(self.lines[index].text)
+                    if match is not None:
+                        known.setdefault(index, Hit(self.lines[index], match))
+        return known
 
     def _holding(self, literal: str, folded: bool) -> Sequence[int]:
         """Indices of the lines that contain ``literal``."""

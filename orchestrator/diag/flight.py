@@ -102,7 +102,8 @@ def _rank(dump: Mapping[str, Any], key: str) -> int:
 
 def _calls(dump: Mapping[str, Any], rank: int) -> list[Call]:
     calls = []
-    for entry in dump.get("entries", []):
+    entries = dump.get("entries")
+    for entry in entries if isinstance(entries, list) else []:
         if not isinstance(entry, dict) or entry.get("is_p2p"):
             continue
         group = entry.get("process_group") or entry.get("pg_name") or "0"
@@ -111,7 +112,7 @@ def _calls(dump: Mapping[str, Any], rank: int) -> list[Call]:
         if not isinstance(sequence, int):
             continue
         sizes = entry.get("input_sizes") or []
-        frames = [f for f in entry.get("frames", []) if isinstance(f, dict)]
+        frames = [f for f in entry.get("frames") or [] if isinstance(f, dict)]
         user = next((f for f in frames if "/torch/" not in str(f.get("filename"))), None)
         calls.append(
             Call(

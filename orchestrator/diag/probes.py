@@ -247,8 +247,8 @@ def _exit(probe: Probe) -> Exit | None:
         "exit" in probe.key or {"signal", "pipestatus", "exit_code", "shell_code"} & set(value)
     ):
         return None
-    pipe = value.get("pipestatus") or value.get("pipe") or ()
-    pipe = tuple(int(p) for p in pipe if isinstance(p, int))
+    listed = value.get("pipestatus") or value.get("pipe")
+    pipe = tuple(p for p in listed if isinstance(p, int)) if isinstance(listed, list) else ()
     code = _int(value, "trainer_code", "exit_code", "code", "returncode", "rc", "trainer")
     shell = _int(value, "shell_code", "shell", "tmux_code", "pane_dead_status")
     signal = value.get("signal")

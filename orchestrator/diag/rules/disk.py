@@ -137,7 +137,12 @@ def readonly(e: Evidence) -> Iterator[Finding]:
 
 def _writes_failed(e: Evidence, hits: list[Hit]) -> bool:
     """The kernel log alone counts only if the run is in trouble that this explains."""
-    return bool(hits) and e.outcome.state == "failed" and not any(f.headed for f in e.errors)
+    gone = r"read-only|emergency_ro|suspended|shutting down|Shutting down"
+    return (
+        any(re.search(gone, h.line.text) for h in hits)
+        and e.outcome.state == "failed"
+        and not any(f.headed for f in e.errors)
+    )
 
 
 def makedirs(e: Evidence) -> Iterator[Finding]:

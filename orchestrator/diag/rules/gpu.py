@@ -156,7 +156,8 @@ def xid(e: Evidence) -> Iterator[Finding]:
         if illegal and lines:
             yield _xid_finding(e, lines, [], "info", 0.4)
         return
-    if _unrelated(e):
+    silent = not e.errors and e.outcome.state == "failed"
+    if _unrelated(e) or (silent and not hardware and not lost):
         return
     severity = "fatal" if failing else "info"
     yield _xid_finding(e, hardware or lines, [h.line for h in lost], severity, 0.95)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from calendar import timegm
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
+from time import gmtime
 
 from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding
@@ -103,9 +105,6 @@ def _silence(e: Evidence) -> tuple[float, list[Line | Probe]]:
 
 def _apart(now: float, then: float) -> float:
     """A stamp without a year is of this year or the last."""
-    from calendar import timegm
-    from time import gmtime
-
     if gmtime(then).tm_year == DEFAULT_YEAR:
         year = gmtime(now).tm_year
         parts = gmtime(then)

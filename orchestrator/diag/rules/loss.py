@@ -99,7 +99,7 @@ def diverged(e: Evidence) -> Iterator[Finding]:
         "stop it: dflashctl stop; resume from the checkpoint before the rise\n"
         "lower the peak learning rate or lengthen the warm-up; clip gradients at 1.0\n"
         "did it begin at the peak of the schedule, at an epoch's start, or at a resume?",
-        severity="warning" if e.outcome.state == "running" else "fatal",
+        severity="warning" if e.outcome.state == "running" or e.errors else "fatal",
         confidence=0.88,
         lasting=True,
     )
@@ -137,7 +137,7 @@ def stuck(e: Evidence) -> Iterator[Finding]:
             "drafter's parameters?\n"
             "overfit one batch first: it must go to zero; check that labels are shifted once, "
             "not twice",
-            severity="warning" if e.outcome.state == "running" else "fatal",
+            severity="warning" if e.outcome.state == "running" or e.errors else "fatal",
             confidence=0.82,
             lasting=True,
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
-from orchestrator.diag.probes import SIGNAL_NAMES, Probe
+from orchestrator.diag.probes import SIGNAL_NAMES, SIGNALS, Probe
 from orchestrator.diag.text import Line
 
 TMUX_MISSING = (
@@ -252,7 +252,8 @@ def killed(e: Evidence) -> Iterator[Finding]:
             at.append(record.line)
     if number is None and hits:
         number = _signal(hits[0])
-    silent = not at and e.outcome.alive is False and not e.errors and e.outcome.ended is None
+    own_end = record is not None and record.code is not None
+    silent = not (at or own_end or e.errors) and e.outcome.alive is False and not e.outcome.ended
     if silent and e.outcome.last_step_line:
         at += [p.lines[0] for p in e.probes.named("ps|proc|alive") if p.lines]
     if number == 6 and (e.failures or e.search(r"Watchdog|terminate called|NCCL error|Assertion")):
@@ -272,8 +273,6 @@ def killed(e: Evidence) -> Iterator[Finding]:
 
 
 def _signal(hit: Hit) -> int | None:
-    from orchestrator.diag.probes import SIGNALS
-
     words = {
         "Killed": 9,
         "Terminated": 15,

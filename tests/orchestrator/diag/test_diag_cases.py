@@ -1,0 +1,91 @@
+"""Every labelled case is named rightly: its code first, nothing of ``not`` as root, no false alarm.
+
+A case is a folder with ``log.txt``, perhaps ``probes.json``, and ``expect.json``: ``code`` (null for a
+healthy run), ``also`` (acceptable further codes), ``not`` (must not be the root cause).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.diag import Evidence, Finding, Report, diagnose
+from orchestrator.diag.codes import CODES
+
+OWN = Path(__file__).parent / "cases"
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "cases" / "diag"
+
+
+def folders(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if (p / "expect.json").is_file())
+
+
+def label(case: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((case / "expect.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def report_of(case: Path) -> Report:
+    probes = case / "probes.json"
+    values = json.loads(probes.read_text(encoding="utf-8")) if probes.is_file() else None
+    return diagnose(Evidence.from_log(case / "log.txt", values))
+
+
+def everything(findings: tuple[Finding, ...]) -> Iterator[Finding]:
+    for finding in findings:
+        yield finding
+        yield from everything(finding.consequences)
+
+
+def check(case: Path) -> None:
+    expected, report = label(case), report_of(case)
+    named = [f.code for f in everything(report.findings) if f.severity != "info"]
+    if expected["code"] is None:
+        assert report.healthy, f"a healthy run was called {named}"
+        assert report.exit_code == 0
+        return
+    assert named, "nothing was named"
+    assert report.findings[0].code == expected["code"]
+    assert report.findings[0].code not in expected["not"]
+    further = set(named) - {expected["code"], *expected["also"]}
+    assert not further, f"further alarms: {further}"
+    assert not report.healthy
+
+
+@pytest.mark.parametrize("case", folders(OWN), ids=lambda p: p.name)
+def test_own_case(case: Path) -> None:
+    check(case)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared cases are not beside this checkout")
+@pytest.mark.parametrize("case", folders(SHARED) if SHARED.is_dir() else [], ids=lambda p: p.name)
+def test_shared_case(case: Path) -> None:
+    check(case)
+
+
+def test_every_code_has_a_positive_and_a_near_miss() -> None:
+    labels = [label(case) for case in folders(OWN)]
+    positive = {one["code"] for one in labels}
+    near = {code for one in labels for code in one["not"]}
+
+    assert set(CODES) <= positive
+    assert set(CODES) - {"unknown"} <= near
+    assert sum(one["code"] is None for one in labels) >= 25
+    assert {code for one in labels for code in (*one["also"], *one["not"])} <= set(CODES)
+
+
+@pytest.mark.parametrize("case", folders(OWN)[::9], ids=lambda p: p.name)
+def test_evidence_points_to_lines_that_are_there(case: Path) -> None:
+    log = (case / "log.txt").read_text(encoding="utf-8").split("\n")
+    for finding in everything(report_of(case).findings):
+        assert finding.evidence
+        assert finding.remedy.strip()
+        assert finding.code in CODES
+        for quote in finding.evidence:
+            if quote.source == "log":
+                assert quote.line is not None
+                assert quote.text[:20].strip() in log[quote.line - 1]
