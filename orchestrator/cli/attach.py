@@ -37,11 +37,10 @@ def attach(
         ref = session.one_run(runs, host, ct)
         answer = session.fleet.container(ref.target).call("run.attach", **ref.fields)
     if not answer["alive"]:
+        words = f"dflashctl tail {ref.run_id or ref.target.arguments}"
         raise RefusedError(
             "its tmux session is gone",
-            next_step=f"`dflashctl tail {ref.run_id or ''}` reads its log all the same".replace(
-                " `", "`"
-            ),
+            next_step=f"its log can be read all the same: {words}",
             host=ref.target.host.name,
             ct=ref.target.ct,
             run_id=ref.run_id,
