@@ -1,7 +1,8 @@
-"""Every labelled case is named rightly: its code first, nothing of ``not`` as root, no false alarm.
+"""Every labelled case is named rightly: its code first, nothing of ``not`` as root, no false
+alarm.
 
-A case is a folder with ``log.txt``, perhaps ``probes.json``, and ``expect.json``: ``code`` (null for a
-healthy run), ``also`` (acceptable further codes), ``not`` (must not be the root cause).
+A case is a folder with ``log.txt``, perhaps ``probes.json``, and ``expect.json``: ``code`` (null
+for a healthy run), ``also`` (acceptable further codes), ``not`` (must not be the root cause).
 """
 
 from __future__ import annotations

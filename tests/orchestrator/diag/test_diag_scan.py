@@ -89,9 +89,17 @@ def test_work_grows_with_the_log_and_not_with_its_square() -> None:
 
 
 EMBEDDED = [
-    "gpu-oom-own", "shm-nccl-extend", "fx-race-three-drafters", "nccl-barrier-eval", "hub-private",
-    "data-parquet-magic", "disk-torch-writer", "end-sigsegv", "cache-truncated-so", "tmux-sighup",
-]  # fmt: skip
+    "gpu-oom-own",
+    "shm-nccl-extend",
+    "fx-race-three-drafters",
+    "nccl-barrier-eval",
+    "hub-private",
+    "data-parquet-magic",
+    "disk-torch-writer",
+    "end-sigsegv",
+    "cache-truncated-so",
+    "tmux-sighup",
+]
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
@@ -109,27 +117,53 @@ def test_a_case_behind_a_long_run_is_named_like_the_short_one(name: str) -> None
 
 PIECES = st.sampled_from(
     [
-        "Traceback (most recent call last):", '  File "/w/train.py", line 3, in main', "    loss()",
-        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "[rank3]: ", "\r 50%|###",
-        "step 10/100 | loss 2.0 | 15.2k tok/s", "{'loss': nan, 'epoch': 0.1}", '{"step": 1e400}',
-        "\x1b[31m", "  | ", "  +-+---------------- 1 ----------------", "done", "Killed", "\x00",
-        "The above exception was the direct cause of the following exception:", "ValueError:",
+        "Traceback (most recent call last):",
+        '  File "/w/train.py", line 3, in main',
+        "    loss()",
+        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "[rank3]: ",
+        "\r 50%|###",
+        "step 10/100 | loss 2.0 | 15.2k tok/s",
+        "{'loss': nan, 'epoch': 0.1}",
+        '{"step": 1e400}',
+        "\x1b[31m",
+        "  | ",
+        "  +-+---------------- 1 ----------------",
+        "done",
+        "Killed",
+        "\x00",
+        "The above exception was the direct cause of the following exception:",
+        "ValueError:",
         "E0301 10:00:00.000000 4 api.py:874] failed (exitcode: -9) local_rank: 1 (pid: 2)",
         "[E301 25:99:99.1 x.cpp:1] Rank 5] Watchdog caught collective operation timeout: WorkNCCL(",
-        "idle t 1% d 99% | queue 0.0", "no step for 700 s", "\ufeff", "世界 ✓", "torch._dynamo hit",
-        "\t", "Exception in thread drafter-1:", "resumed from step 3", "attempt 2", "\u2028", "::",
+        "idle t 1% d 99% | queue 0.0",
+        "no step for 700 s",
+        "\ufeff",
+        "世界 ✓",
+        "torch._dynamo hit",
+        "\t",
+        "Exception in thread drafter-1:",
+        "resumed from step 3",
+        "attempt 2",
+        "\u2028",
+        "::",
     ]
-)  # fmt: skip
+)
 LOGS = st.lists(st.one_of(PIECES, st.text(max_size=40)), max_size=60).map("\n".join)
 PROBES = st.dictionaries(
     st.sampled_from(["df", "ps", "now", "dmesg", "exit_record", "tmux", "boot_id", "py_spy", "x"]),
     st.one_of(
-        st.none(), st.integers(), st.text(max_size=80), st.lists(st.text(max_size=9), max_size=3),
-        st.dictionaries(st.sampled_from(["code", "signal", "now", "entries", "pipestatus"]),
-                        st.one_of(st.none(), st.integers(-9, 300), st.text(max_size=9))),
+        st.none(),
+        st.integers(),
+        st.text(max_size=80),
+        st.lists(st.text(max_size=9), max_size=3),
+        st.dictionaries(
+            st.sampled_from(["code", "signal", "now", "entries", "pipestatus"]),
+            st.one_of(st.none(), st.integers(-9, 300), st.text(max_size=9)),
+        ),
     ),
     max_size=5,
-)  # fmt: skip
+)
 
 
 @given(LOGS, PROBES)
