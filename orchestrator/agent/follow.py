@@ -6,18 +6,20 @@ bytes, because a removed file's inode is soon used again, often for the very nex
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from orchestrator.agent.protocol import TAIL_PIECE
+from orchestrator.agent.rotation import Chain, Link
 
 HEAD_BYTES = 256
 PIECES = 64
 """At a time: other files have their turn then."""
-ROTATED = 1000
-"""More rotated files than this are not looked for."""
+PATIENCE = 50
+"""Tries to find a moment between two rotations."""
 _ENDS = (b"\n", b"\r")
 
 
@@ -34,6 +36,7 @@ class Followed:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._chain = Chain(path)
         self._file = -1
         self._inode = (0, 0)
         self._offset = 0
@@ -46,56 +49,72 @@ class Followed:
 
     def at_cursor(self, cursor: dict[str, Any]) -> str:
         """Go on from a cursor; a notice (``gap``) if what it points at is gone."""
-        for name in self._chain():
-            if self._open(name) and self._matches(cursor):
-                self._seek(int(cursor["offset"]))
-                return ""
+
+        def place(links: list[Link]) -> bool:
+            for link in links:
+                if link[0] == cursor.get("inode") and self._open(link) and self._matches(cursor):
+                    self._seek(int(cursor["offset"]))
+                    return True
+            return False
+
+        if self._steadily(place):
+            return ""
         self.at_oldest()
         return "gap"
 
     def at_oldest(self) -> None:
-        for name in self._chain():
-            if self._open(name):
-                return
+        self._steadily(lambda links: any(self._open(link) for link in links[:1]))
 
     def at_last_lines(self, count: int) -> None:
         """Before the last ``count`` lines, in older files too if the newest has fewer."""
-        for name in reversed(self._chain()):
-            if not self._open(name):
-                continue
-            found, start = _last_lines(self._file, count)
-            self._seek(start)
-            count -= found
-            if count <= 0:
-                return
+
+        def place(links: list[Link]) -> bool:
+            missing = count
+            for link in reversed(links):
+                if not self._open(link):
+                    return False
+                found, start = _last_lines(self._file, missing)
+                self._seek(start)
+                missing -= found
+                if missing <= 0:
+                    break
+            return True
+
+        self._steadily(place)
 
     def at_time(self, since: float, index: str) -> None:
         """After the last mark of the index that is not later than ``since``."""
-        if self._open(self.path) and os.fstat(self._file).st_mtime < since:
-            self._seek(self._size())
-            return
-        best: tuple[int, int] | None = None
-        try:
-            with open(index, "rb") as file:
-                for line in file:
-                    fields = line.split()
-                    if len(fields) == 3 and float(fields[0]) <= since:
-                        best = (int(fields[1]), int(fields[2]))
-        except (OSError, ValueError):
-            pass
-        if best is not None:
-            for name in reversed(self._chain()):
-                if self._open(name) and self._inode[1] == best[0] and self._size() >= best[1]:
-                    self._seek(best[1])
-                    return
-        self.at_oldest()
+        mark = _last_mark(index, since)
+
+        def place(links: list[Link]) -> bool:
+            if links and self._open(links[-1]) and os.fstat(self._file).st_mtime < since:
+                self._seek(self._size())
+                return True
+            for link in links:
+                if mark and link[0] == mark[0] and self._open(link) and self._size() >= mark[1]:
+                    self._seek(mark[1])
+                    return True
+            return False
+
+        if not self._steadily(place):
+            self.at_oldest()
+
+    def _steadily(self, place: Callable[[list[Link]], bool]) -> bool:
+        """Let ``place`` choose among files that nobody renamed meanwhile; what it answered."""
+        placed = False
+        for _ in range(PATIENCE):
+            links = self._chain.links()
+            placed = place(links)
+            if self._chain.links() == links:
+                break
+        return placed
 
     # Reading
 
     def read(self) -> Iterator[Piece]:
         """Whole lines until nothing more is there (or much was); notices in between."""
         for _ in range(PIECES):
-            if self._file < 0 and not self._open(self.path):
+            if self._file < 0 and not self._begin():
                 if not self._told_waiting:
                     self._told_waiting = True
                     yield Piece(notice="waiting")
@@ -114,16 +133,17 @@ class Followed:
             following = self._successor()
             if following is None:
                 return
+            file, gap = following
             # The writer may have added its last lines between our look and its rename.
             data = os.pread(self._file, TAIL_PIECE, self._offset + len(self._rest))
             if data:
-                os.close(following)
+                os.close(file)
                 self._rest += data
                 continue
             if self._rest:
                 yield self.flush()
-            self._adopt(following)
-            yield Piece(notice="rotated")
+            self._adopt(file)
+            yield Piece(notice="gap" if gap else "rotated")
 
     def flush(self) -> Piece:
         """An unfinished last line, when no more of it can come."""
@@ -164,22 +184,22 @@ class Followed:
         self._offset += count
         return Piece(data)
 
-    def _chain(self) -> list[str]:
-        """The oldest rotated file first, the file itself last."""
-        names = []
-        for number in range(1, ROTATED):
-            if not os.path.exists(f"{self.path}.{number}"):
-                break
-            names.append(f"{self.path}.{number}")
-        return [*reversed(names), self.path]
-
-    def _open(self, name: str) -> bool:
+    def _open(self, link: Link) -> bool:
+        """False if the name is another file's by now."""
         try:
-            file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(link[1], os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
+            return False
+        if os.fstat(file).st_ino != link[0]:
+            os.close(file)
             return False
         self._adopt(file)
         return True
+
+    def _begin(self) -> bool:
+        """The file was not there when we came: its first one may be another's rotated by now."""
+        self.at_oldest()
+        return self._file >= 0
 
     def _adopt(self, file: int) -> None:
         self.close()
@@ -203,38 +223,40 @@ class Followed:
         length, checksum = cursor.get("head") or (0, 0)
         return zlib.crc32(os.pread(self._file, int(length), 0)) == checksum
 
-    def _successor(self) -> int | None:
-        """The file that was begun when ours was renamed; None while ours is the current one."""
+    def _successor(self) -> tuple[int, bool] | None:
+        """The file that was begun when ours was renamed, and whether some between may be lost;
+        None while ours is the current one or is just being renamed."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self.path).st_ino == self._inode[1]:
+                return None
+        ours = os.fstat(self._file)
+        gap = ours.st_nlink == 0
+        if gap:
+            # Ours was removed: on with the oldest that was written to after it.
+            link = self._chain.written_since(ours.st_mtime_ns)
+        else:
+            link = self._chain.after(self._inode[1])
+        if link is None:
+            return None
         try:
-            status = os.stat(self.path)
+            file = os.open(link[1], os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        if (status.st_dev, status.st_ino) == self._inode:
-            return None
-        name = self._name_of_ours()
-        following = self.path
-        if name is not None:
-            number = int(name.rpartition(".")[2])
-            following = self.path if number == 1 else f"{self.path}.{number - 1}"
-        try:
-            file = os.open(following, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        # A rotation in between shifted the names: then that was not our successor. Look again.
-        if self._name_of_ours() != name or os.fstat(file).st_ino == self._inode[1]:
+        if os.fstat(file).st_ino != link[0]:
             os.close(file)
             return None
-        return file
+        return file, gap
 
-    def _name_of_ours(self) -> str | None:
-        for name in self._chain()[:-1]:
-            try:
-                status = os.stat(name)
-            except FileNotFoundError:
-                return None
-            if (status.st_dev, status.st_ino) == self._inode:
-                return name
-        return None
+
+def _last_mark(index: str, since: float) -> tuple[int, int] | None:
+    """Inode and offset of the last mark that is not later."""
+    mark = None
+    with contextlib.suppress(OSError, ValueError), open(index, "rb") as file:
+        for line in file:
+            fields = line.split()
+            if len(fields) == 3 and float(fields[0]) <= since:
+                mark = (int(fields[1]), int(fields[2]))
+    return mark
 
 
 def _last_lines(file: int, count: int) -> tuple[int, int]:

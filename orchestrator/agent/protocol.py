@@ -59,14 +59,14 @@ answered by the reading thread, also while everything else is busy.
 
 Error kinds
 ===========
-agent.absent agent.corrupt · protocol · op.unknown · request.invalid (a field is missing or of the
-wrong type) · cancelled · dependency · timeout · internal (detail: traceback) · os (detail: errno,
-name, path) · disk.full · disk.readonly (detail: path) · file.not_found (detail: path) ·
-release.manifest (hostile or malformed; detail: line, path) · release.missing (detail: indices) ·
-release.corrupt (a blob did not verify; detail: digest) · release.not_found · release.in_use ·
-run.not_found · run.conflict (same run id, other command) · run.busy (double launch; detail: runs) ·
-run.not_started (detail: pane, log, exit) · tmux.missing · tmux.failed (detail: stderr) ·
-pull.changed (file changed meanwhile) · lease.held (detail: leases)
+agent.absent agent.corrupt agent.store (no room for the program anywhere) · protocol · op.unknown ·
+request.invalid (a field is missing or of the wrong type) · cancelled · dependency · timeout ·
+internal (detail: traceback) · os (detail: errno, name, path) · disk.full · disk.readonly (detail:
+path) · file.not_found (detail: path) · release.manifest (hostile or malformed; detail: line, path)
+· release.missing (detail: indices) · release.corrupt (a blob did not verify; detail: digest) ·
+release.not_found · release.in_use · run.not_found · run.conflict (same run id, other command) ·
+run.busy (double launch; detail: runs) · run.not_started (detail: pane, log, exit) · tmux.missing ·
+tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) · lease.held (detail: leases)
 
 Operations (fields → frames → result)
 =====================================

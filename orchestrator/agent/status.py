@@ -159,12 +159,20 @@ class Folder:
         return "training" if _size(self.paths.log) else "starting"
 
     def idle(self) -> float | None:
-        """Seconds since the last line of any kind, by the container's clock."""
+        """Seconds since the last line of any kind, by the clock that stamps the files.
+
+        On a network mount that is the server's, and it may be minutes off: the heartbeat, written
+        every second, tells what it shows now.
+        """
+        now = self.now
+        if self.alive:
+            with contextlib.suppress(OSError):
+                now = os.stat(self.paths.heartbeat).st_mtime
         newest = 0.0
         for path in (self.paths.log, self.paths.metrics, self.paths.events):
             with contextlib.suppress(OSError):
                 newest = max(newest, os.stat(path).st_mtime)
-        return round(max(0.0, self.now - newest), 1) if newest else None
+        return round(max(0.0, now - newest), 1) if newest else None
 
 
 def summary(paths: RunPaths, *, lines: int, stall_s: float | None = None) -> dict[str, Any]:

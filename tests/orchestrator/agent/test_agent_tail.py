@@ -150,6 +150,20 @@ def test_a_truncated_file_is_read_anew(agent: Any, log: Path) -> None:
     assert "truncated" in notices(reader.stop())
 
 
+def test_a_removed_file_is_not_followed_by_an_older_one(agent: Any, log: Path) -> None:
+    older = Path(f"{log}.1")
+    older.write_bytes(b"older\n")
+    os.utime(older, (1, 1))
+    reader = Reader(agent, files=[str(log)], lines=1)
+    reader.until_text(b"line 999\n")
+    log.unlink()
+    log.write_bytes(b"new\n")
+    reader.until_text(b"new\n")
+    frames = reader.stop()
+    assert text(frames) == b"line 999\nnew\n"
+    assert notices(frames) == ["gap"]
+
+
 def test_a_file_that_is_not_there_yet_is_waited_for(agent: Any, tmp_path: Path) -> None:
     path = tmp_path / "later.log"
     reader = Reader(agent, files=[str(path)])
