@@ -17,11 +17,14 @@ from orchestrator.errors import DflashctlError, RunNotFound
 from orchestrator.fleet import Fleet
 from orchestrator.paths import RunPaths
 from orchestrator.pct import SaidBy
+from orchestrator.request import Request
 from orchestrator.run import RunRef, RunSummary
 from orchestrator.watch import SEED_LINES, read_metrics
 
 # Some 20 MB at the usual 100 bytes a line: a second on a fast link, and the cause is near the end.
 LINES = 200_000
+EVENT_LINES = 2_000
+METRIC_LINES = 5_000
 HOST_LIMIT_S = 6.0
 # `pip check` takes 3 s with torch installed: of use only where something has failed.
 SLOW = frozenset({"pip_check"})
@@ -45,6 +48,8 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
     """Ask the container and its host at once; ``log`` is written."""
     found = Collected(ref, log)
     log.touch()
+    if ref.target.ct is not None:
+        found.probes["ct"] = ref.target.ct
     host: dict[str, Any] = {}
     beside = threading.Thread(target=_ask_host, args=(fleet, ref, host), daemon=True)
     beside.start()
@@ -76,20 +81,41 @@ def _ask_container(channel: AgentChannel, ref: RunRef, found: Collected) -> None
     summary = RunSummary.model_validate(about.result())
     found.summary = summary
     run = {"run_id": summary.run_id}
+    found.probes["run_state"] = summary.state
     names = [name for name in CONTAINER_PROBES if summary.is_over or name not in SLOW]
     looks = channel.request("probe", names=names, python=python, **run)
     log = channel.request("tail", files=[RunPaths("").log], lines=LINES, follow=False, **run)
+    records = {
+        name: channel.request("tail", files=[path], lines=count, follow=False, **run)
+        for name, path, count in (
+            ("events", RunPaths("").events, EVENT_LINES),
+            ("metrics", RunPaths("").metrics, METRIC_LINES),
+        )
+    }
     stacks = channel.request("stacks", python=python, **run) if summary.state == "stalled" else None
     with found.log.open("wb") as stream:
         for head, payload in log.frames():
             if "notice" not in head:
                 stream.write(payload)
+    for name, request in records.items():
+        text = _whole(request)
+        if text:
+            found.probes[name] = text
     found.probes.update(_values(looks.result()))
     if stacks is not None:
         found.probes["stacks"] = _stacks(stacks.result())
     before = (summary.model_extra or {}).get("predecessor")
     if before:
         _compare(channel, str(before), found)
+
+
+def _whole(request: Request) -> str:
+    """A record that the run may not write: a shell script has no metrics."""
+    try:
+        pieces = [payload for head, payload in request.frames() if "notice" not in head]
+    except DflashctlError:
+        return ""
+    return b"".join(pieces).decode("utf-8", "replace")
 
 
 def _compare(channel: AgentChannel, before: str, found: Collected) -> None:

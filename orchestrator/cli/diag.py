@@ -31,7 +31,9 @@ def diag(
     ] = None,
     bundle: Annotated[
         Path | None,
-        typer.Option("--bundle", help="Write all that was seen there, secrets redacted."),
+        typer.Option(
+            "--bundle", help="Write all that was seen there, secrets redacted; alone: read it."
+        ),
     ] = None,
     addresses: Annotated[
         bool, typer.Option("--redact-addresses", help="With --bundle: hide addresses, too.")
@@ -43,6 +45,8 @@ def diag(
 
     Exits 1 if something fatal was found, 3 if the host could not be reached.
     """
+    if bundle is not None and bundle.is_file() and not (runs or host or ct or log or saved):
+        saved, bundle = bundle, None  # a bundle that is there, and nothing to write into it
     if log is not None or saved is not None or probes is not None:
         if runs or host:
             raise UsageError(
