@@ -64,6 +64,7 @@ def drafter_alone(executor: ThreadsExecutor, repeats: int) -> tuple[float, float
         settle(worker.device)
         each = (time.perf_counter() - began) / repeats
         worker.stage.discard()
+        worker.stage.update(0, sums)
         settle(worker.device)
         began = time.perf_counter()
         for _ in range(4):

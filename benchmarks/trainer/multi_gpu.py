@@ -28,6 +28,7 @@ from measure import drafter_alone, report, run_part, save, settle, target_alone,
 from workload import Workload
 
 from trainer.pipeline.board import Board
+from trainer.pipeline.device import enter_device
 from trainer.pipeline.inline import InlineExecutor
 from trainer.pipeline.plan import Plan, make_plan
 from trainer.pipeline.processes import ProcessesExecutor
@@ -82,6 +83,7 @@ def gradients(devices: list[str], elements: int) -> dict[str, Any]:
 
     def work(party: int) -> None:
         device = torch.device(devices[party])
+        enter_device(device, [torch.device(d) for d in devices])
         pulse = board.pulse(f"drafter {party}")
         for i in range(4):
             began = time.perf_counter()
@@ -121,7 +123,7 @@ def loaded(options: argparse.Namespace, shape: str, executor: str) -> tuple[Work
         drafters=drafters,
         devices=options.devices[: targets + drafters],
         check_equal_every=5,
-        stall_limit_s=60,
+        stall_limit_s=300,
     )
     return load, make_plan(load.config.pipeline, load.work())
 

@@ -295,7 +295,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", help="parts, by first word: race,lock,start,pair")
     parser.add_argument("--shape", default="8b", help="of the pair: 8b, smollm2 or tiny")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--budget", type=float, default=8.0, help="seconds of racing (8)")
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds of racing (30)")
     parser.add_argument("--part", help=argparse.SUPPRESS, choices=("race", "lock", "pair"))
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--drafters", type=int, default=1, help=argparse.SUPPRESS)

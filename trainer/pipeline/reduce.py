@@ -1,9 +1,10 @@
 """The sum of the drafters' gradients, in place, the same bits on every device.
 
-Each drafter adds up one share of the elements, over all drafters in their order and in float32,
-then copies the others' shares: 2·(M-1)/M of a gradient over each device's link in each direction,
-as a ring all-reduce moves, by plain copies between devices. The fixed order makes replicas equal
-bit for bit whatever the timing.
+Each drafter adds up one share of the elements, over all drafters in float32, then copies the
+others' shares: 2·(M-1)/M of a gradient over each device's link in each direction, as a ring
+all-reduce moves, by plain copies between devices. Each element is added up once, by one drafter in
+one order, so replicas are equal bit for bit whatever the timing. NCCL would be faster (6 ms for an
+8B-shaped drafter's 2.1 GB on two H200s) but sums bfloat16 in bfloat16 and takes a device only once.
 """
 
 from __future__ import annotations
@@ -102,9 +103,10 @@ class GradientSum:
     def _add_share(self, party: int, device: torch.device, everyone: list[list[Tensor]]) -> None:
         for tensor, mine in enumerate(everyone[party]):
             for low, high in self._pieces(mine.numel(), party):
-                total = torch.zeros(high - low, dtype=torch.float32, device=device)
-                for flat in everyone:
-                    total += flat[tensor][low:high].to(device, non_blocking=True)
+                total = mine[low:high].to(torch.float32, copy=True)
+                for other, flat in enumerate(everyone):
+                    if other != party:
+                        total += flat[tensor][low:high].to(device, non_blocking=True)
                 mine[low:high].copy_(total)
 
     @torch.no_grad()
