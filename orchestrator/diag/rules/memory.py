@@ -176,15 +176,18 @@ def shm_full(e: Evidence) -> Iterator[Finding]:
             r"No space left on device",
         )
     ]
+    record = e.outcome.exit
+    ends = (record.signal, record.code, record.shell, *record.pipe) if record is not None else ()
+    bus = [record.line] if record is not None and {7, 135} & {c for c in ends if c} else []
     roomy = bool(mounts) and not full and all(m.percent < 90 for m in mounts)
     if roomy and not any("shm" in h.line.text or "shared memory" in h.line.text for h in hits):
         return
-    if hits or (full and weak):
+    if hits or (full and (weak or bus)):
         yield e.found(
             "shm.full",
             "/dev/shm is too small"
             + (f" ({mounts[0].size}, {mounts[0].percent} % used)" if full else ""),
-            [*hits[:3], *weak[:1], *full[:1]],
+            [*hits[:3], *weak[:1], *bus, *full[:1]],
             f"on the host, in /etc/pve/lxc/{container_of(e)}.conf (then pct reboot):\n"
             "lxc.mount.entry: tmpfs dev/shm tmpfs rw,nosuid,nodev,create=dir,size=32G 0 0\n"
             "leftovers of dead runs: ls -la /dev/shm; rm /dev/shm/nccl-* /dev/shm/torch_*\n"

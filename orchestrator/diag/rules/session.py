@@ -74,7 +74,7 @@ def tmux_socket(e: Evidence) -> Iterator[Finding]:
     connecting to … (No such file or directory)``) while the trainer lives: something cleaned /tmp.
     SIGUSR1 makes the server open its socket again."""
     gone: list[Hit] = [h for h in e.search(*TMUX_GONE) if _tmux(h)]
-    if gone and _lives(e):
+    if gone and _lives(e) and not _server_gone(e):
         server = [li for li, _ in e.probes.search(r"\btmux\b.*(?:new-session|: server|-d\b)")]
         yield e.found(
             "tmux.socket_lost",
@@ -92,10 +92,22 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
     """The server ended under the run: ``[lost server]``, ``[server exited]``, torchrun's ``Received
     1 death signal`` (SIGHUP comes from a terminal that went), or no server, no process and a log
     that stops in mid-step."""
-    if e.outcome.state == "finished" or _lives(e):
+    if e.outcome.state == "finished":
+        return
+    gone = [h for h in e.search(*TMUX_GONE) if _tmux(h)]
+    if _lives(e):
+        if gone and _server_gone(e):
+            yield e.found(
+                "tmux.died",
+                "tmux's server has ended; the run lives on without it",
+                [*gone[:2], *e.probes.named(r"^(?:ct_)?(?:ps|proc)")[:1]],
+                "nothing is lost: dflashctl tail follows the log, dflashctl stop ends the run\n"
+                "who ended it: journalctl -n 200 | grep -i -e tmux -e oom",
+                severity="warning",
+                lasting=True,
+            )
         return
     ended: list[Hit | Line] = list(e.search(*TMUX_ENDED, system=True))
-    gone = [h for h in e.search(*TMUX_GONE) if _tmux(h)]
     hangup = e.search(*HANGUP)
     record = e.outcome.exit
     if record is not None and record.signal == 1:
@@ -331,6 +343,14 @@ def masked(e: Evidence) -> Iterator[Finding]:
 
 def _tmux(hit: Hit) -> bool:
     return "tmux" in hit.line.text or "tmux" in hit.line.source or "server" in hit.line.text
+
+
+def _server_gone(e: Evidence) -> bool:
+    """A whole process list (it has PID 1) without a tmux server in it."""
+    return any(
+        re.search(r"^\s*1\s", probe.text, re.MULTILINE) and "tmux" not in probe.text
+        for probe in e.probes.named(r"^(?:ct_)?(?:ps|proc)")
+    )
 
 
 def _lives(e: Evidence) -> bool:
