@@ -7,6 +7,7 @@ see each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -15,12 +16,17 @@ from torch import Tensor
 from trainer.data.batch import Batch
 from trainer.pipeline.stages import TargetStage
 
+Recall = Callable[[int], Tensor | None]
+"""Sample → its features [L, K·H]."""
+
 
 class CachedTarget:
     """A ``TargetStage`` that asks ``inner`` only for rows with a sample it has not seen."""
 
-    def __init__(self, inner: TargetStage) -> None:
+    def __init__(self, inner: TargetStage, recall: Recall | None = None) -> None:
+        """``recall`` gives the features of a sample that somebody kept already, or null."""
         self.inner = inner
+        self.recall = recall
         self.device = inner.device
         self.dtype = inner.dtype
         self.feature_width = inner.feature_width
@@ -36,14 +42,21 @@ class CachedTarget:
         fresh = [
             row
             for row, ids in enumerate(batch.sample_ids)
-            if any(sample not in self._kept for sample in ids)
+            if not all(self._knows(sample) for sample in ids)
         ]
         if fresh:
             self._learn(batch, fresh)
         for row, ids in enumerate(batch.sample_ids):
             for sample, (start, end) in zip(ids, _spans(batch, row), strict=True):
-                out[row, start:end].copy_(self._kept[sample])
+                out[row, start:end].copy_(self._kept[sample][: end - start])
         return out
+
+    def _knows(self, sample: int) -> bool:
+        if sample not in self._kept and self.recall is not None:
+            found = self.recall(sample)
+            if found is not None:
+                self._kept[sample] = found.to(self.device)
+        return sample in self._kept
 
     def _learn(self, batch: Batch, rows: list[int]) -> None:
         part = Batch(

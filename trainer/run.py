@@ -17,10 +17,11 @@ import torch
 from trainer.checkpoint import CheckpointStore
 from trainer.compile_lock import CompileLock
 from trainer.config import TrainConfig, digest, flatten
+from trainer.data.features import NONE
 from trainer.data.pack import PackedBatches
-from trainer.data.prepare import Prepared, load_prepared, prepare
+from trainer.data.prepare import Prepared, feature_file, load_prepared, prepare
 from trainer.drafter import format as drafter_format
-from trainer.feature_cache import CachedTarget
+from trainer.feature_cache import CachedTarget, Recall
 from trainer.head_loss import HeadLoss, fast_head_loss
 from trainer.objective import FrozenTarget
 from trainer.pipeline.costs import TargetShape, Work
@@ -109,9 +110,30 @@ class Run:
         return self.resolved.config
 
     def make_target(self, device: torch.device) -> TargetStage:
+        """For training samples."""
+        stage = self.tapped_target(device)
+        if not self.config.data.cache_features:
+            return stage
+        return CachedTarget(stage, self._recall(device, stage.layer_ids))
+
+    def tapped_target(self, device: torch.device) -> TappedTarget:
+        """Without a cache: for any samples."""
         layers = self.resolved.drafter.target_layer_ids
-        stage: TargetStage = TappedTarget(self.targets.model(device), layers, device)
-        return CachedTarget(stage) if self.config.data.cache_features else stage
+        return TappedTarget(self.targets.model(device), layers, device)
+
+    def _recall(self, device: torch.device, layers: tuple[int, ...]) -> Recall | None:
+        """Features that data making kept, if they are of these taps in this type."""
+        where = data_folder(self.config, self.folder)
+        kept = feature_file(where, self.targets.model(device), layers)
+        if not kept.fits():
+            return None
+        offsets, lengths = self.data.train.features, self.data.train.lengths
+
+        def recall(sample: int) -> torch.Tensor | None:
+            offset = int(offsets[sample])
+            return kept.read(offset, int(lengths[sample])) if offset != NONE else None
+
+        return recall
 
     def make_drafter(self, device: torch.device) -> DrafterStage:
         dtype = compute_dtype(self.config.optimization.dtype, device)
@@ -201,7 +223,14 @@ def data_folder(config: TrainConfig, folder: Path) -> Path:
 def make_data(resolved: Resolved, targets: Targets, folder: Path) -> Prepared:
     config = resolved.config
     where = data_folder(config, folder)
-    return prepare(config, where, resolved.tokenizer, lambda: targets.model(default_device()), say)
+    return prepare(
+        config,
+        where,
+        resolved.tokenizer,
+        lambda: targets.model(default_device()),
+        say,
+        resolved.drafter.target_layer_ids,
+    )
 
 
 def wait_for_data(resolved: Resolved, folder: Path) -> Prepared:

@@ -53,7 +53,7 @@ class Validator:
             batches = PackedBatches(run.data.held_out, run.config, run.batches.pad_token)
             rows = batches.rows * batches.slots
             steps = max(1, min(self.count, len(batches.packed) // rows))
-            target = run.make_target(torch.device("cpu"))
+            target = run.tapped_target(torch.device("cpu"))
             for step in range(steps):
                 for slot in range(batches.slots):
                     batch = batches(step, slot)

@@ -13,8 +13,9 @@ from tiny_target import make_model, make_tokenizer, run_config, save_target
 from trainer.config import MakeConfig, parse_config
 from trainer.data.decode import BatchDecoder, Completion, Request
 from trainer.data.make import Journal, Maker
-from trainer.data.prepare import load_prepared, prepare
+from trainer.data.prepare import feature_file, load_prepared, prepare
 from trainer.errors import DataError
+from trainer.target import TappedTarget
 
 pytestmark = pytest.mark.torch
 
@@ -152,6 +153,29 @@ def test_prepared_data_is_the_targets_own_tokens_split_by_prompt(tmp_path: Path)
     # Again: nothing is made, the same data comes back.
     second = prepare(config, folder, tokenizer, lambda: pytest.fail("made again"), said.append)
     assert second.fingerprint == found.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_features_kept_while_writing_are_those_of_a_pass_of_its_own(
+    tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "q" * n}) + "\n" for n in range(1, 10))
+    )
+    model = make_model(kind, dtype=torch.float64)
+    config = made_config(tmp_path, held_out=0.0, cache_features=True)
+    layers = (1, 4)
+    tokenizer, folder = make_tokenizer(), tmp_path / "data"
+    found = prepare(config, folder, tokenizer, lambda: model, lambda _: None, layers)
+    kept = feature_file(folder, model, layers)
+    assert kept.fits()
+    assert not feature_file(folder, model, (1, 3)).fits()
+    stage = TappedTarget(model, layers, torch.device("cpu"))
+    for index in range(len(found.train)):
+        tokens = torch.from_numpy(found.train[index].tokens.astype("int64"))[None]
+        wanted = stage.tap(tokens, torch.arange(tokens.shape[1])[None])[0]
+        rows = kept.read(int(found.train.features[index]), tokens.shape[1])
+        torch.testing.assert_close(rows[:-1], wanted[:-1])
 
 
 def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:

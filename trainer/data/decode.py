@@ -50,12 +50,15 @@ class Completion:
     """New ones, the stop token included."""
     ended: bool
     """False: cut by the limit or by the deadline."""
+    features: Tensor | None = None
+    """[prompt + new - 1, K·H]: of every token that the target read, if taps were asked for."""
 
 
 @dataclass
 class _Row:
     request: Request
     made: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
     generator: np.random.Generator | None = None
 
 
@@ -110,7 +113,15 @@ class GrowingLayer(DynamicLayer):
 class BatchDecoder:
     """Decodes requests ``batch`` at a time. The model is whole, with its head."""
 
-    def __init__(self, model: Any, stop: set[int], pad: int, batch: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        stop: set[int],
+        pad: int,
+        batch: int,
+        layer_ids: tuple[int, ...] | None = None,
+    ) -> None:
+        """``layer_ids``: also keep the outputs of these layers."""
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
         if kinds - {"full_attention", "sliding_attention"}:
             raise TargetError(
@@ -124,6 +135,7 @@ class BatchDecoder:
         self.stop = stop
         self.pad = pad
         self.batch = batch
+        self.layer_ids = layer_ids
         self.generated = 0
         self._rows: list[_Row] = []
         self._cache = self._new_cache()
@@ -148,7 +160,7 @@ class BatchDecoder:
                 return
             yield from self._finish() or [None]
             if deadline is not None and time.monotonic() > deadline:
-                yield from [Completion(r.request.key, r.made, False) for r in self._rows if r.made]
+                yield from [_completion(row, ended=False) for row in self._rows]
                 return
             if self._rows:
                 self._step()
@@ -180,7 +192,8 @@ class BatchDecoder:
         tokens = torch.tensor(padded, device=self.device)
         mask = torch.tensor(shown, device=self.device)
         cache = self._new_cache()
-        logits = self._forward(tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+        position = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = self._forward(tokens, mask, position, cache, rows)
         return _Part(rows, mask, cache, self._choose(logits, rows))
 
     @torch.inference_mode()
@@ -188,19 +201,27 @@ class BatchDecoder:
         """One more token for every row."""
         self._mask = F.pad(self._mask, (0, 1), value=1)
         position = self._mask.sum(-1, keepdim=True) - 1
-        logits = self._forward(self._next[:, None], self._mask, position, self._cache)
+        logits = self._forward(self._next[:, None], self._mask, position, self._cache, self._rows)
         self._next = self._choose(logits, self._rows)
 
-    def _forward(self, tokens: Tensor, mask: Tensor, position: Tensor, cache: Cache) -> Tensor:
-        """Logits [b, V] after the last column."""
+    def _forward(
+        self, tokens: Tensor, mask: Tensor, position: Tensor, cache: Cache, rows: list[_Row]
+    ) -> Tensor:
+        """Logits [b, V] after the last column; features go to the rows."""
         out = self.model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=position,
             use_cache=True,
             logits_to_keep=1,
+            output_hidden_states=self.layer_ids is not None,
             **{self.cache_name: cache},
         )
+        if self.layer_ids is not None:
+            taps = torch.cat([out.hidden_states[i + 1] for i in self.layer_ids], dim=-1)
+            shown = mask[:, -tokens.shape[1] :].bool()
+            for row, found, real in zip(rows, taps, shown, strict=True):
+                row.features.append(found[real])
         logits: Tensor = out.logits[:, -1]
         return logits
 
@@ -223,7 +244,7 @@ class BatchDecoder:
         for index, row in enumerate(self._rows):
             ended = row.made[-1] in self.stop
             if ended or len(row.made) >= row.request.limit:
-                done.append(Completion(row.request.key, row.made, ended))
+                done.append(_completion(row, ended))
             else:
                 kept.append(index)
         if not done:
@@ -240,6 +261,11 @@ class BatchDecoder:
 
     def _new_cache(self) -> Cache:
         return Cache(layers=[GrowingLayer() for _ in range(self.layers)])
+
+
+def _completion(row: _Row, ended: bool) -> Completion:
+    features = torch.cat(row.features) if row.features else None
+    return Completion(row.request.key, row.made, ended, features)
 
 
 def _alike(requests: list[Request]) -> list[list[Request]]:

@@ -16,13 +16,13 @@ from typing import Any
 from trainer.config import FilePrompts, MakeConfig, ResponseConfig, SelfPrompts
 from trainer.data.conversation import (
     Conversation,
-    Messages,
     Rejection,
     is_held_out,
     prompt_key,
     read_conversations,
 )
 from trainer.data.decode import BatchDecoder, Request
+from trainer.data.features import NONE, FeatureFile
 from trainer.data.template import ChatTemplate, stop_tokens
 from trainer.errors import DataError
 from trainer.telemetry import compact, duration
@@ -96,7 +96,9 @@ class Maker:
         seed: int,
         held_out: float,
         say: Say,
+        features: FeatureFile | None = None,
     ) -> None:
+        """``features``: keep the target's features of what it writes there."""
         self.model = model
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
@@ -105,6 +107,7 @@ class Maker:
         self.seed = seed
         self.held_out = held_out
         self.say = say
+        self.features = features
         self.stop = stop_tokens(tokenizer, model.generation_config)
 
     def prompts(self) -> tuple[list[Conversation], list[Rejection]]:
@@ -170,9 +173,13 @@ class Maker:
                 yield Conversation([message], f"self-made:{number}:{key}")
 
     def responses(self, prompts: list[Conversation]) -> list[dict[str, Any]]:
-        """``{"key", "messages", "prompt_tokens", "response_tokens", "ended"}`` for each prompt, in
-        the prompts' order; fewer if the time ran out."""
+        """``{"key", "messages", "prompt_tokens", "response_tokens", "ended", "features"}`` for each
+        prompt, in the prompts' order; fewer if the time ran out."""
         settings: ResponseConfig = self.config.response
+        layer_ids = None
+        if self.features is not None:
+            self.features.create()
+            layer_ids = self.features.layer_ids
         journal = Journal(self.folder / "responses.jsonl")
         made = {item["key"]: item for item in journal.read()}
         keys = [prompt_key(p.messages) for p in prompts]
@@ -192,18 +199,22 @@ class Maker:
             )
             for index in missing
         ]
-        decoder = BatchDecoder(self.model, self.stop, self._pad(), settings.batch)
+        decoder = BatchDecoder(self.model, self.stop, self._pad(), settings.batch, layer_ids)
         progress = Progress("responses", len(prompts), self.say, settings.seconds)
         deadline = time.monotonic() + settings.seconds if settings.seconds else None
         for completion in decoder.run(requests, deadline):
             if completion is not None:
                 index = completion.key
+                offset = NONE
+                if self.features is not None and completion.features is not None:
+                    offset = self.features.append(completion.features)
                 made[keys[index]] = item = {
                     "key": keys[index],
                     "messages": prompts[index].messages,
                     "prompt_tokens": encoded[index],
                     "response_tokens": completion.tokens,
                     "ended": completion.ended,
+                    "features": offset,
                 }
                 journal.append([item])
             progress.update(len(made), decoder.generated)
@@ -214,9 +225,3 @@ class Maker:
     def _pad(self) -> int:
         pad = self.tokenizer.pad_token_id
         return int(pad if pad is not None else next(iter(self.stop)))
-
-
-def answered(item: dict[str, Any], tokenizer: Any) -> Messages:
-    """A response's whole conversation as text."""
-    text = tokenizer.decode(item["response_tokens"], skip_special_tokens=True)
-    return [*item["messages"], {"role": "assistant", "content": text}]

@@ -27,9 +27,11 @@ from trainer.data.conversation import (
     is_held_out,
     read_conversations,
 )
+from trainer.data.features import NONE, FeatureFile
 from trainer.data.make import Maker, Say
 from trainer.data.store import Samples
 from trainer.data.template import ChatTemplate, Encoded
+from trainer.drafter.config import text_config
 from trainer.errors import DataError
 from trainer.objective import anchor_candidates
 
@@ -56,6 +58,7 @@ class _Sample:
     key: str
     prompt: Messages
     encoded: Encoded
+    features: int = NONE
 
 
 def data_key(config: TrainConfig) -> str:
@@ -91,10 +94,16 @@ def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
 
 
 def prepare(
-    config: TrainConfig, folder: Path, tokenizer: Any, model: Callable[[], Any], say: Say
+    config: TrainConfig,
+    folder: Path,
+    tokenizer: Any,
+    model: Callable[[], Any],
+    say: Say,
+    layer_ids: tuple[int, ...] = (),
 ) -> Prepared:
     """Make the folder complete and load it. ``model`` loads the whole target; it is called only if
-    the target has something to write."""
+    the target has something to write, and then keeps its features of ``layer_ids`` too, if the
+    config wants features kept."""
     found = load_prepared(config, folder)
     if found is not None:
         say(f"data: {folder} is complete: {_line(found.report)}")
@@ -104,28 +113,37 @@ def prepare(
     samples = list(_from_files(config, tokenizer, rejected))
     asked = {sample.key: sample.prompt for sample in samples}
     if config.data.make is not None:
+        target = model()
+        kept = config.data.cache_features and layer_ids
         maker = Maker(
-            model(),
+            target,
             tokenizer,
             config.data.make,
             folder,
             seed=config.seed,
             held_out=config.data.held_out,
             say=say,
+            features=feature_file(folder, target, layer_ids) if kept else None,
         )
         prompts, bad = maker.prompts()
         rejected += bad
         samples += [_from_response(item) for item in maker.responses(prompts)]
         asked |= {prompt.key: prompt.messages for prompt in prompts}
-    kept = _usable(samples, rejected, config.data.sequence_length)
+    usable = _usable(samples, rejected, config.data.sequence_length)
     _write_prompts(folder, asked, config.data.held_out)
-    _write(config, folder, kept, rejected)
+    _write(config, folder, usable, rejected)
     prepared = load_prepared(config, folder)
     assert prepared is not None
     say(f"data: {_line(prepared.report)}")
     for reason, count in list(prepared.report["rejected"]["reasons"].items())[:5]:
         say(f"data: left out {count}: {reason}")
     return prepared
+
+
+def feature_file(folder: Path, model: Any, layer_ids: tuple[int, ...]) -> FeatureFile:
+    """Of a prepared folder, for a target and its taps."""
+    width = text_config(model.config).hidden_size * len(layer_ids)
+    return FeatureFile(folder, layer_ids, width, model.dtype)
 
 
 def _make_folder(folder: Path, config: TrainConfig) -> None:
@@ -164,9 +182,8 @@ def _from_response(item: dict[str, Any]) -> _Sample:
     prompt, response = item["prompt_tokens"], item["response_tokens"]
     mask = np.zeros(len(prompt) + len(response), dtype=bool)
     mask[len(prompt) :] = True
-    return _Sample(
-        item["key"], item["messages"], Encoded(np.array(prompt + response, np.int32), mask)
-    )
+    encoded = Encoded(np.array(prompt + response, np.int32), mask)
+    return _Sample(item["key"], item["messages"], encoded, item["features"])
 
 
 def _usable(samples: list[_Sample], rejected: list[Rejection], length: int) -> list[_Sample]:
@@ -210,7 +227,7 @@ def _write(
         )
     report: dict[str, Any] = {"key": data_key(config)}
     for name, part in (("train", train), ("held_out", held)):
-        arrays = Samples.of(s.encoded for s in part)
+        arrays = Samples.of((s.encoded for s in part), [s.features for s in part])
         arrays.save(folder / name)
         report[name] = arrays.fingerprint()
     reasons = Counter(r.reason for r in rejected)

@@ -1,17 +1,20 @@
-"""Tokenized samples on disk: three flat arrays, mapped, so that size does not matter."""
+"""Tokenized samples on disk: flat arrays, mapped, so that size does not matter."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trainer.data.features import NONE
 from trainer.data.template import Encoded
 from trainer.errors import DataError
+
+NAMES = ("tokens", "supervised", "offsets", "features")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Samples:
     """bool [total]"""
     offsets: np.ndarray
     """i64 [count + 1]: sample i is ``[offsets[i], offsets[i + 1])``."""
+    features: np.ndarray
+    """i64 [count]: first row of its features in ``features.bin``, or -1."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -35,7 +40,7 @@ class Samples:
         return np.diff(self.offsets)
 
     @classmethod
-    def of(cls, samples: Iterable[Encoded]) -> Samples:
+    def of(cls, samples: Iterable[Encoded], features: Sequence[int] | None = None) -> Samples:
         listed = list(samples)
         lengths = [len(sample.tokens) for sample in listed]
         empty_tokens, empty_mask = np.zeros(0, np.int32), np.zeros(0, bool)
@@ -43,19 +48,20 @@ class Samples:
             np.concatenate([empty_tokens, *(s.tokens for s in listed)]).astype(np.int32),
             np.concatenate([empty_mask, *(s.supervised for s in listed)]).astype(bool),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            np.array([NONE] * len(listed) if features is None else features, np.int64),
         )
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("tokens", "supervised", "offsets"):
+        for name in NAMES:
             np.save(folder / f"{name}.npy", getattr(self, name))
 
     @classmethod
     def load(cls, folder: Path) -> Samples:
         try:
             arrays = [
-                np.load(folder / f"{name}.npy", mmap_mode="r" if name != "offsets" else None)
-                for name in ("tokens", "supervised", "offsets")
+                np.load(folder / f"{name}.npy", mmap_mode="r" if name in NAMES[:2] else None)
+                for name in NAMES
             ]
         except (OSError, ValueError) as error:
             raise DataError(
