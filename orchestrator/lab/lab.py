@@ -190,7 +190,7 @@ class Lab(HostAccess):
         layout = self.layout
         log = layout.host / "start.log"
         argv = ["/bin/sh", str(PROGRAMS / "host-join"), *map(str, groups.groups), "--"]
-        argv += ["unshare", "--mount", "--uts", "--cgroup", "--propagation", "private"]
+        argv += ["unshare", "--mount", "--uts", "--propagation", "private"]
         argv += ["/bin/sh", str(PROGRAMS / "host-start"), str(layout.root), self.spec.node]
         argv += [str(self.spec.shared_python), *groups.names]
         with log.open("wb") as output:

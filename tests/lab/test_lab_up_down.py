@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -217,9 +218,17 @@ ls {base}/over
 """
 
 
-def test_a_folder_on_an_overlay_as_in_docker(make_lab: MakeLab, tmp_path: Path) -> None:
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short path below /tmp."""
+    folder = Path(tempfile.mkdtemp(prefix="dfl-", dir="/tmp"))
+    yield folder
+    folder.rmdir()
+
+
+def test_a_folder_on_an_overlay_as_in_docker(make_lab: MakeLab, short: Path) -> None:
     script = ON_OVERLAY.format(
-        base=tmp_path,
+        base=short,
         port=make_lab(ONE).spec.port,
         python=sys.executable,
         checkout=Path(orchestrator.__file__).parents[1],

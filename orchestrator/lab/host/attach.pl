@@ -28,7 +28,7 @@ sub attach {
         exit namespaces_attach( $vmid, $keep, @argv );
     }
     my @env = $keep ? ('--keep-env') : ( '--clear-env', '--keep-var', 'TERM' );
-    exec {'/usr/bin/lxc-attach'} 'lxc-attach', '-P', "$lab{root}/lxc", '-n', $vmid, @env, '--', @argv;
+    exec lxc( 'lxc-attach', $vmid, @env, '--', @argv );
     fail( 255, "lxc-attach: $!\n" );
 }
 

@@ -43,10 +43,17 @@ sub boot_lxc {
     unlink "$folder/log";
     open( my $null, '<', '/dev/null' );
     open( STDIN, '<&', $null );
-    my $ok = system( "lxc-start -P $lab{root}/lxc -n $vmid -l ERROR -o $folder/log >/dev/null 2>&1" ) == 0;
-    print slurp("$folder/log") // '' if !$ok;    # the detail goes to stdout, as with the real one
-    return $ok;
+    my $ok = quiet( lxc( 'lxc-start', $vmid, '-l', 'ERROR', '-o', "$folder/log" ) );
+    return 1 if $ok;
+    print slurp("$folder/log") // '';    # the detail goes to stdout, as with the real one
+    for ( 1 .. 200 ) {                   # its monitor ends a moment later
+        last if !is_running($vmid);
+        select undef, undef, undef, 0.01;
+    }
+    return 0;
 }
+
+sub quiet { return system("@_ >/dev/null 2>&1") == 0 }    # whether it went well
 
 sub running_or_fail {
     my ( $verb, %known ) = @_;
@@ -86,8 +93,8 @@ sub halt {
         return namespaces_halt( $vmid, $seconds );
     }
     freeze( $vmid, 0 ) if !$seconds;    # on cgroup version 1 lxc-stop waits for ever for the frozen
-    my $how = $seconds ? "--nokill --timeout $seconds" : '--kill';
-    return system("lxc-stop -P $lab{root}/lxc -n $vmid $how >/dev/null 2>&1") == 0;
+    my @how = $seconds ? ( '--nokill', '--timeout', $seconds ) : ('--kill');
+    return quiet( lxc( 'lxc-stop', $vmid, @how ) );
 }
 
 sub power_suspend {
@@ -106,8 +113,7 @@ sub freeze {
         require '/usr/lib/dflashctl-lab/namespaces.pl';
         return namespaces_freeze( $vmid, $on );
     }
-    my $tool = $on ? 'lxc-freeze' : 'lxc-unfreeze';
-    return system("$tool -P $lab{root}/lxc -n $vmid >/dev/null 2>&1") == 0;
+    return quiet( lxc( $on ? 'lxc-freeze' : 'lxc-unfreeze', $vmid ) );
 }
 
 sub power_unlock {
