@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from orchestrator.agent.probe import Scene
 
 PVE_ROOT = "/etc/pve"
-_GROUP = re.compile(r"/lxc/(\d+)(?:/|$)", re.MULTILINE)
+# At the top of its path: further down it belongs to another host (one nested here, another lab).
+_GROUP = re.compile(r"(?<=:)/lxc/(\d+)(?:/|$)", re.MULTILINE)
 _KERNEL_LINES = 500
 
 
@@ -36,7 +37,7 @@ def status(request: Request) -> dict[str, Any]:
     root = request.get("pve_root", str, PVE_ROOT)
     number = request.need("ct", int)
     if number not in _numbers(root):
-        raise AgentError("file.not_found", f"there is no container {number} here", ct=number)
+        raise AgentError("ct.not_found", f"there is no container {number} here", ct=number)
     return _container(root, number, running())
 
 

@@ -66,7 +66,8 @@ path) · file.not_found (detail: path) · release.manifest (hostile or malformed
 · release.missing (detail: indices) · release.corrupt (a blob did not verify; detail: digest) ·
 release.not_found · release.in_use · run.not_found · run.conflict (same run id, other command) ·
 run.busy (double launch; detail: runs) · run.not_started (detail: pane, log, exit) · tmux.missing ·
-tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) · lease.held (detail: leases)
+tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) · ct.not_found · lease.held
+(detail: leases)
 
 Operations (fields → frames → result)
 =====================================

@@ -7,6 +7,7 @@ while the command goes on writing into the pipe.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 
@@ -92,6 +93,9 @@ class RunLog:
                 del self._backlog[: self._put(memoryview(bytes(self._backlog[: 1 << 20])))]
         except OSError as error:
             self._fail(error)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                # ESTALE or EIO of a mount that went and came again: this descriptor stays bad.
+                self._reopen()
 
     def close(self) -> None:
         """What still waits is counted as lost."""
@@ -187,6 +191,9 @@ class RunLog:
             pass
         except OSError:
             return
+        self._reopen()
+
+    def _reopen(self) -> None:
         old = self._file
         with contextlib.suppress(OSError):
             self._open()

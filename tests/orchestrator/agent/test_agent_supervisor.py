@@ -301,6 +301,14 @@ def test_stop_wakes_a_stopped_supervisor(runs: Any) -> None:
     assert (answer["state"], answer["signal"]) == ("stopped", int(signal.SIGINT))
 
 
+def test_a_terminated_supervisor_stops_its_run_and_says_so(runs: Any) -> None:
+    run = runs.start("bash", "-c", "echo ready; sleep 600")
+    runs.says(run, "ready")
+    os.kill(run["supervisor"]["pid"], signal.SIGTERM)
+    end = runs.ending(run)
+    assert (end["reason"], end["stop"]["who"]) == ("stopped", "a signal")
+
+
 def test_a_second_stop_says_that_it_is_over(runs: Any) -> None:
     run = runs.start("true")
     runs.ending(run)
