@@ -103,14 +103,15 @@ Runs
 ``run.start`` {"run_id", "command": [argv], "name"?, "release"? | "release_from"? (id of a commit
     request in flight; implies after), "cwd"? (absolute, or relative to the release; default the
     release, else workdir), "env": {}, "secrets": {} (never written to a record nor to an argv),
-    "gpus": [], "meta": {} (kept in run.json as it is: who, git, environment, predecessor …),
-    "log_link"?, "restart": {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60,
-    "log_bytes": 268435456, "log_files": 8, "force": false} + payload: the dirty diff → {"run_id",
-    "state", "already": bool, "session", "run_dir", "log", "log_link_moved": path|null (a plain file
-    that stood at ``log_link``, moved aside), "release", "supervisor": {pid, start, boot_id, child,
-    …}, "attach": [argv]} The same run id again gives the same answer with already true, never a
-    second process. Refused with ``run.busy`` while another run lives here with the same name or one
-    of the same GPUs, unless ``force``.
+    "gpus": [] (indices of nvidia-smi or UUIDs: CUDA_VISIBLE_DEVICES unless "env" has one), "meta":
+    {} (kept in run.json as it is: who, git, environment, predecessor …), "log_link"?, "restart":
+    {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60, "log_bytes": 268435456,
+    "log_files": 8, "force": false} + payload: the dirty diff → {"run_id", "state", "already": bool,
+    "session", "run_dir", "log", "log_link_moved": path|null (a plain file that stood at
+    ``log_link``, moved aside), "release", "supervisor": {pid, start, boot_id, child, …}, "attach":
+    [argv]} The same run id again gives the same answer with already true, never a second process.
+    Refused with ``run.busy`` while another run lives here with the same name or one of the same
+    GPUs, unless ``force``.
 ``run.list`` {"limit"?: n, "live"?: bool, "lines"?: 0} → {"runs": [summary, newest first], "time"}
 ``run.status`` {"run_id"? (default the newest), "lines": 10, "stall_s"?: s} → summary + {"record":
     run.json, "exit": exit.json|null, "supervisor": supervisor.json|null, "processes": [{pid, ppid,

@@ -130,6 +130,11 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     environment |= {"DFLASH_RUN_ID": paths.run_id, "DFLASH_RUN_DIR": paths.root}
     if code is not None:
         environment["DFLASH_RELEASE_DIR"] = code
+    gpus = request.get("gpus", list, [])
+    if gpus:
+        # A run sees what it leased. nvidia-smi counts by bus, CUDA by default the fastest first.
+        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, gpus)))
+        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     secrets = variables(request.get("secrets", dict, {}))
     record = {
         **request.get("meta", dict, {}),
@@ -140,7 +145,7 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
         "cwd": cwd,
         "env_names": sorted(given),
         "secret_names": sorted(secrets),
-        "gpus": request.get("gpus", list, []),
+        "gpus": gpus,
         "session": paths.run_id,
         "created": time.time(),
         "boot_id": boot_id(),

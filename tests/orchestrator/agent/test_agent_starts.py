@@ -133,6 +133,16 @@ def test_the_environment_is_the_containers_and_the_given_one(runs: Any) -> None:
     assert folder == str(runs.workdir)
 
 
+def test_a_run_sees_the_gpus_that_it_asked_for(runs: Any) -> None:
+    found, _ = shown(runs, runs.python(SHOW, gpus=[5, 2]))
+    assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("5,2", "PCI_BUS_ID")
+    own = {"CUDA_VISIBLE_DEVICES": "1"}
+    found, _ = shown(runs, runs.python(SHOW, gpus=["GPU-a"], env=own))
+    assert found["CUDA_VISIBLE_DEVICES"] == "1"
+    found, _ = shown(runs, runs.python(SHOW))
+    assert "CUDA_VISIBLE_DEVICES" not in found
+
+
 def test_without_a_utf8_locale_the_run_gets_one(runs: Any) -> None:
     runs.environment = {
         "PATH": "/sbin:/bin:/usr/sbin:/usr/bin",
