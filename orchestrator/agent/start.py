@@ -131,10 +131,10 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     if code is not None:
         environment["DFLASH_RELEASE_DIR"] = code
     gpus = request.get("gpus", list, [])
-    if gpus:
+    if gpus and "CUDA_VISIBLE_DEVICES" not in given:
         # A run sees what it leased. nvidia-smi counts by bus, CUDA by default the fastest first.
-        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, gpus)))
-        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        environment["CUDA_DEVICE_ORDER"] = given.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     secrets = variables(request.get("secrets", dict, {}))
     record = {
         **request.get("meta", dict, {}),
