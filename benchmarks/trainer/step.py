@@ -186,7 +186,7 @@ class SpecForge:
         anchors = inputs.batch.anchors.to(inputs.features.device)
         keep = torch.ones_like(anchors, dtype=torch.bool)
 
-        class FixedAnchors(OnlineDFlashModel):  # type: ignore[misc]
+        class FixedAnchors(OnlineDFlashModel):
             """The same draws, and then our anchors instead, so that the losses can be compared."""
 
             def _sample_anchor_positions(
