@@ -12,6 +12,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 CONNECT_S = 10
 # sshd's MaxSessions is 10 by default; two are left to the user's own terminals.
 CHANNELS = 8
+# sshd counts a session until its processes are gone, a moment after we have closed it.
+CROWDED_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # `sendall` of 64 MB took 31 s: it copies the rest at each step. In these pieces it takes 1 s.
 PIECE = 128 * 1024
 # What the far side may send before we answer; one channel moves one window a round trip.
@@ -96,20 +99,24 @@ class HostConnection:
         import paramiko
 
         connection = self.open()
-        try:
-            channel: paramiko.Channel = connection.transport.open_session(
-                window_size=WINDOW, timeout=CONNECT_S
-            )
-            channel.exec_command(line)
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            if isinstance(error, paramiko.ChannelException):
-                raise HostUnreachable(
-                    f"the host allows no further session ({error.text})",
-                    next_step="close other sessions, or raise MaxSessions in its sshd_config",
-                    host=self.host.name,
-                ) from None
-            raise self.lost(error) from None
-        return channel
+        for pause in (*CROWDED_S, None):
+            try:
+                channel: paramiko.Channel = connection.transport.open_session(
+                    window_size=WINDOW, timeout=CONNECT_S
+                )
+                channel.exec_command(line)
+                return channel
+            except paramiko.ChannelException as error:
+                if pause is None:
+                    raise HostUnreachable(
+                        f"the host allows no further session ({error.text})",
+                        next_step="close other sessions, or raise MaxSessions in its sshd_config",
+                        host=self.host.name,
+                    ) from None
+                time.sleep(pause)
+            except (paramiko.SSHException, OSError, EOFError) as error:
+                raise self.lost(error) from None
+        raise AssertionError("the last attempt returns or raises")
 
     def lost(self, error: BaseException | None = None) -> ConnectionLost:
         """The link went away under us."""
@@ -139,7 +146,9 @@ class HostConnection:
             raise refusal(error, route, self.host.name) from error
 
     def _can_ask(self) -> bool:
-        return self._ask and sys.stdin.isatty() and sys.stderr.isatty()
+        # In the main thread only: Ctrl-C at a prompt elsewhere would leave the terminal mute.
+        main = threading.current_thread() is threading.main_thread()
+        return self._ask and main and sys.stdin.isatty() and sys.stderr.isatty()
 
     def _open_route(self, route: Route, secret: str | None = None) -> Connection:
         connection = make_connection(route, self.host.name, secret)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -10,7 +11,7 @@ from orchestrator import pct
 from orchestrator.agent import loader
 from orchestrator.channel import AgentChannel
 from orchestrator.connection import HostConnection
-from orchestrator.errors import DflashctlError
+from orchestrator.errors import AuthenticationFailed, DflashctlError
 from orchestrator.paths import HOST_WORKDIR
 from orchestrator.state import LaptopState
 from orchestrator.target import HostTarget, Target
@@ -48,10 +49,13 @@ class Opening:
     def result(self) -> AgentChannel:
         """:raises UnreachableError: what kept it from opening."""
         self._thread.join()
-        if self._error is not None:
+        if self._error is not None and not self._may_be_asked():
             raise self._error
-        # Neither: a fault of ours ended the thread, and shows itself here again.
+        # Again, here: to ask for a password, or to show the fault of ours that ended the thread.
         return self._channel or self._open()
+
+    def _may_be_asked(self) -> bool:
+        return isinstance(self._error, AuthenticationFailed) and sys.stdin.isatty()
 
 
 class Fleet:

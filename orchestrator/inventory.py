@@ -70,6 +70,7 @@ class Host(_Strict):
     """A name, alias of the ssh config, or address; default: the host's key in the inventory."""
     port: int | None = Field(None, ge=1, le=65535)
     user: Annotated[str, AfterValidator(_no_option)] | None = None
+    """Default: the ssh config's, else root (ssh's own default is the laptop's login name)."""
     identity_file: Path | None = None
     known_hosts: Path | None = None
     """Read in place of the user's and the system's known_hosts."""

@@ -29,6 +29,7 @@ from orchestrator.errors import (
 )
 from orchestrator.fleet import Fleet, Opening
 from orchestrator.release import Progress, Push, Release
+from orchestrator.route import find_route
 from orchestrator.target import HostTarget, Target
 
 START_SCRIPT = "start_training.sh"
@@ -373,7 +374,7 @@ def host_ssh_argv(host: HostTarget, command: Sequence[str], *, terminal: bool = 
     return pct.ssh_argv(
         host.address,
         command,
-        user=settings.user,
+        user=settings.user or find_route(host).user,
         port=settings.port,
         identity_file=str(settings.identity_file) if settings.identity_file else None,
         known_hosts=str(settings.known_hosts) if settings.known_hosts else None,

@@ -6,9 +6,11 @@ paramiko's parser knows neither Include nor most of Match.
 
 from __future__ import annotations
 
+import base64
+import getpass
 import shlex
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from orchestrator.errors import HostUnreachable, UsageError
@@ -91,7 +93,11 @@ def find_route(host: HostTarget) -> Route:
 
     :raises UsageError: no OpenSSH client, or an ssh config that does not parse.
     """
-    return _find(host.address, host.settings, host.name, 0)
+    route = _find(host.address, host.settings, host.name, 0)
+    if host.settings.user is None and route.user == getpass.getuser():
+        # Nobody named a user: pct works for root alone. (A jump host has ssh's own default.)
+        return replace(route, user="root")
+    return route
 
 
 def _find(address: str, settings: Host, name: str, depth: int) -> Route:
@@ -109,7 +115,7 @@ def _find(address: str, settings: Host, name: str, depth: int) -> Route:
         # Only as a URI does ssh -G take a hop's own port.
         uri = f"ssh://{hop.strip().removeprefix('ssh://').rstrip('/')}"
         via = _find(uri, _hop_settings(settings), name, depth + 1)
-        gateway = via if gateway is None else _through(via, gateway)
+        gateway = via if gateway is None else replace(via, gateway=gateway)
     return route_from(answer, settings, gateway)
 
 
@@ -120,10 +126,6 @@ def _hop_settings(settings: Host) -> Host:
         host_keys=settings.host_keys,
         known_hosts=settings.known_hosts,
     )
-
-
-def _through(route: Route, gateway: Route) -> Route:
-    return Route(**{**route.__dict__, "gateway": gateway})
 
 
 def route_from(answer: Answer, settings: Host, gateway: Route | None = None) -> Route:
@@ -148,13 +150,26 @@ def route_from(answer: Answer, settings: Host, gateway: Route | None = None) -> 
         port=port,
         user=answer.one("user") or "root",
         identities=identities,
-        use_agent=settings.identity_file is None and answer.one("identitiesonly") != "yes",
+        # With IdentitiesOnly the agent is still wanted for a key file that it holds unlocked.
+        use_agent=answer.one("identitiesonly") != "yes" or any(map(is_locked, identities)),
         known_hosts=known,
         accept_new=accept_new,
         key_name=answer.one("hostkeyalias") or (hostname if port == 22 else f"[{hostname}]:{port}"),
         gateway=gateway,
         proxy_command=answer.one("proxycommand"),
     )
+
+
+def is_locked(key: Path) -> bool:
+    """Whether a private key file asks for a passphrase."""
+    try:
+        lines = key.read_bytes().split(b"\n")
+        if b"OPENSSH" in lines[0]:
+            # "openssh-key-v1\\0", then the name of the cipher.
+            return b"none" not in base64.b64decode(b"".join(lines[1:3]))[15:27]
+    except (OSError, ValueError):
+        return False
+    return any(b"ENCRYPTED" in line for line in lines[:3])
 
 
 def _ask(argv: list[str], host: str) -> Answer:

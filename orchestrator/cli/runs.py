@@ -37,7 +37,8 @@ def ps(
 ) -> None:
     """List the runs of every container, as the answers come.
 
-    A container that does not answer is shown as unreachable, which says nothing about its runs.
+    A container that does not answer is shown as unreachable, which says nothing about its runs;
+    exits 3 if none answers.
     """
     with open_session(inventory, ask=False) as session:
         asked = session.targets(targets, host, ct) or everything(session.inventory)
@@ -49,15 +50,22 @@ def ps(
                 "the inventory is empty, and no container was named",
                 next_step="give --host H --ct N, or write ~/.config/dflashctl/inventory.yaml",
             )
-        answers = ask_all(session.fleet, asked, **({} if every else {"limit": 5}))
-        if as_json:
-            output.emit(_as_json(list(answers)))
-            return
         table = output.Table(
             ("RUN", 30), ("WHERE", 12), ("STATE", 11), ("STEP", 11), ("TOK/S", 7), ("ETA", 6)
         )
-        for answer in answers:
-            _rows(table, answer)
+        answers = []
+        for answer in ask_all(session.fleet, asked, **({} if every else {"limit": 5})):
+            answers.append(answer)
+            if not as_json:
+                _rows(table, answer)
+        if as_json:
+            output.emit(_as_json(answers))
+    raise typer.Exit(_silent_code(answers))
+
+
+def _silent_code(answers: list[Asked]) -> int:
+    """0 as soon as one container has answered; else what kept them all from it."""
+    return min((answer.error.exit_code if answer.error else 0 for answer in answers), default=0)
 
 
 def _rows(table: output.Table, answer: Asked) -> None:

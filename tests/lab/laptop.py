@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +63,39 @@ class Cli:
         done = self(*words[:at], "--json", *words[at:], cwd=cwd, code=code)
         found: dict[str, Any] = json.loads(done.stdout)
         return found
+
+
+class Terminal:
+    """``dflashctl`` on a pseudo-terminal."""
+
+    def __init__(self, cli: Cli, *words: str) -> None:
+        self.seen = b""
+        self.pid, self.descriptor = pty.fork()
+        if self.pid == 0:
+            os.chdir(cli.home)
+            environment = {**cli.environment, "TERM": "xterm-256color"}
+            argv = [sys.executable, "-m", "orchestrator.cli", *words]
+            os.execve(sys.executable, argv, environment)
+
+    def until(self, words: bytes, seconds: float = 30) -> None:
+        end = time.monotonic() + seconds
+        while words not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.descriptor], [], [], 0.5)[0]:
+                try:
+                    self.seen += os.read(self.descriptor, 65536)
+                except OSError:
+                    assert words in self.seen, self.seen
+                    return
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.descriptor, keys)
+
+    def exit_code(self) -> int:
+        while True:
+            try:
+                if not os.read(self.descriptor, 65536):
+                    break
+            except OSError:
+                break
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

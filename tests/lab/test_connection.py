@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from laptop import Cli
+from laptop import Cli, Terminal
 
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
@@ -87,6 +87,50 @@ def test_the_ssh_agents_keys_are_offered(
     assert "refused user root" in cli("exec", "c", "--", "true", code=3).stderr
     cli.extra["SSH_AUTH_SOCK"] = agent
     cli("exec", "c", "--", "true", code=0)
+
+
+@pytest.fixture
+def locked(cli: Cli, lab: Lab, tmp_path: Path) -> Path:
+    """The lab's key behind a passphrase, the only one that the inventory names."""
+    key = tmp_path / "locked"
+    key.write_bytes(lab.layout.user_key.read_bytes())
+    key.chmod(0o600)
+    command = ["ssh-keygen", "-q", "-p", "-P", "", "-N", "open sesame", "-f", str(key)]
+    subprocess.run(command, check=True)
+    known = yaml.safe_load(lab.inventory.read_text())
+    known["hosts"]["lab"]["identity_file"] = str(key)
+    cli.inventory = tmp_path / "locked.yaml"
+    cli.inventory.write_text(yaml.safe_dump(known))
+    return key
+
+
+def test_a_passphrase_is_asked_for_on_a_terminal_alone(
+    cli: Cli, lab: Lab, code: Path, locked: Path
+) -> None:
+    (code / "start_training.sh").write_text("echo on\n")
+    assert "ssh-add" in cli("exec", "lab-201", "--", "true", code=3).stderr
+    terminal = Terminal(cli, "launch", "lab-201", "--wait", "--code", str(code))
+    terminal.until(b"password or passphrase for root@")
+    terminal.type(b"open sesame\n")
+    terminal.until(b"finished")
+    assert terminal.exit_code() == 0
+    assert terminal.seen.count(b"passphrase for") == 1
+    assert b"sesame" not in terminal.seen
+
+
+def test_a_wrong_passphrase_is_refused_once(cli: Cli, locked: Path) -> None:
+    terminal = Terminal(cli, "exec", "lab-201", "--", "true")
+    terminal.until(b"passphrase for")
+    terminal.type(b"wrong\n")
+    terminal.until(b"next: ")
+    assert terminal.exit_code() == 3
+
+
+def test_a_locked_key_that_the_agent_holds_needs_no_passphrase(
+    cli: Cli, agent: str, locked: Path
+) -> None:
+    cli.extra["SSH_AUTH_SOCK"] = agent
+    cli("exec", "lab-201", "--", "true", code=0)
 
 
 def test_all_containers_of_a_host_share_one_connection(cli: Cli, proxied: Proxy) -> None:

@@ -157,7 +157,7 @@ def test_an_unknown_key_in_the_inventory(cli: Cli, lab: Lab, code: Path, tmp_pat
 def test_an_unknown_name_and_half_a_target(cli: Cli, code: Path) -> None:
     assert "did you mean 'lab-20" in said(cli, 5, "launch", "lab-20", cwd=code)
     assert "--host without --ct" in said(cli, 2, "launch", "--host", "lab", cwd=code)
-    assert "one" in said(cli, 2, "launch", "lab", cwd=code)
+    assert "one" in said(cli, 2, "pull", "lab", cwd=code)
 
 
 def test_no_run_yet(cli: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 from pathlib import Path
 
 import paramiko
@@ -86,13 +87,33 @@ def test_a_port_of_its_own_is_part_of_the_name_in_known_hosts() -> None:
     assert route_from(Answer({"hostname": ["h"], "port": ["23"]}), Host()).key_name == "[h]:23"
 
 
-def test_an_identity_of_the_inventory_is_the_only_one_offered() -> None:
+def test_an_identity_of_the_inventory_is_the_only_file_offered() -> None:
     route = route_from(
         Answer({"hostname": ["h"], "identityfile": ["/etc/hostname"]}),
         Host(identity_file=Path("/keys/id")),
     )
     assert route.identities == (Path("/keys/id"),)
-    assert not route.use_agent
+    assert route.use_agent
+
+
+@pytest.mark.parametrize("form", [[], ["-m", "PEM"]])
+@pytest.mark.parametrize("passphrase,locked", [("", False), ("abcde", True)])
+def test_a_locked_key_file_may_be_unlocked_in_the_agent(
+    tmp_path: Path, form: list[str], passphrase: str, locked: bool
+) -> None:
+    key = tmp_path / "key"
+    command = ["ssh-keygen", "-q", "-t", "ecdsa", *form, "-N", passphrase, "-f", str(key)]
+    subprocess.run(command, check=True)
+    answer = Answer({"hostname": ["h"], "identitiesonly": ["yes"], "identityfile": [str(key)]})
+    assert route_from(answer, Host()).use_agent is locked
+
+
+def test_root_is_who_works_with_pct_unless_somebody_else_is_named(tmp_path: Path) -> None:
+    plain = config(tmp_path, "")
+    assert find_route(host(ssh_config=plain)).user == "root"
+    assert find_route(host(ssh_config=plain, user="me")).user == "me"
+    named = config(tmp_path, "Host *\n  User other\n")
+    assert find_route(host(ssh_config=named)).user == "other"
 
 
 # Errors
