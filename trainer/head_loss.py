@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.errors import ResourceError
+
 LogitsScale = tuple[float, float | None]
 """(multiplier, soft cap) between the raw products and the logits."""
 
@@ -178,6 +180,11 @@ def fast_head_loss(
     if device.type != "cuda":
         return ChunkedHeadLoss(torch_softmax_gradient_, CHUNK_ROWS)
     if precision == "fp8":
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            raise ResourceError(
+                f"{torch.cuda.get_device_name(device)} cannot multiply in fp8",
+                next_step="leave fp8 off, or train on Ada, Hopper or newer",
+            )
         from trainer.kernels.fp8_head import Fp8HeadLoss
 
         assert head is not None

@@ -263,11 +263,16 @@ class MaskBuilder:
         )
 
 
+KERNEL_SHARED_BYTES = 229_376
+"""What the queries' gradient keeps in shared memory: Hopper and B200 have it, an A100 or an RTX card
+has 100 to 163 KB."""
+
+
 def masks_for(
     config: DrafterConfig, device: torch.device, compile_: Callable[..., Any] | None
 ) -> MaskBuilder:
     """The best masks for a drafter on a device: dense on a CPU (and where nothing is compiled), our
-    kernels' on a GPU if they take the shape, else flex_attention's.
+    kernels' on a GPU of Hopper's size if they take the shape, else flex_attention's.
 
     ``compile_``: (function, name) → the function, compiled.
     """
@@ -278,7 +283,8 @@ def masks_for(
     }
     if device.type != "cuda" or compile_ is None:
         return MaskBuilder(config.block_size, **kinds)
-    if not kernels_take(config):
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if not kernels_take(config) or shared < KERNEL_SHARED_BYTES:
         return MaskBuilder(config.block_size, **kinds, list_tiles=compile_(tile_lists, "mask"))
     from trainer.kernels.operators import KEY_GRADIENT_TILE, key_slots
 
