@@ -70,6 +70,23 @@ def test_a_wrong_key_of_the_host_is_refused(lab: Lab, tmp_path: Path) -> None:
     assert "Host key verification failed" in done.stderr
 
 
+def test_one_connection_can_be_cut_from_the_far_side(lab: Lab) -> None:
+    def connect() -> subprocess.Popen[str]:
+        argv = lab.ssh_argv("echo ready; cat")
+        pipe = subprocess.PIPE
+        client = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        assert client.stdout and client.stdout.readline() == "ready\n"
+        return client
+
+    with connect() as kept:
+        before = set(lab.sessions())
+        with connect() as cut:
+            (session,) = set(lab.sessions()) - before
+            os.kill(session, signal.SIGKILL)
+            assert cut.wait(timeout=20) == 255
+        assert kept.communicate("still here", timeout=20) == ("still here", "")
+
+
 def test_the_inventory_reaches_the_lab(lab: Lab) -> None:
     inventory = yaml.safe_load(lab.inventory.read_text())
     host = inventory["hosts"]["lab"]
