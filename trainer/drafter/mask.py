@@ -264,8 +264,8 @@ class MaskBuilder:
 
 
 KERNEL_SHARED_BYTES = 229_376
-"""What the queries' gradient keeps in shared memory: Hopper and B200 have it, an A100 or an RTX card
-has 100 to 163 KB."""
+"""What the queries' gradient keeps in shared memory: Hopper and B200 have it, an A100 or an RTX
+card has 100 to 163 KB."""
 
 
 def masks_for(
@@ -283,7 +283,9 @@ def masks_for(
     }
     if device.type != "cuda" or compile_ is None:
         return MaskBuilder(config.block_size, **kinds)
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    found = torch.cuda.get_device_properties(device)
+    # Absent on AMD's.
+    shared = getattr(found, "shared_memory_per_block_optin", 0)
     if not kernels_take(config) or shared < KERNEL_SHARED_BYTES:
         return MaskBuilder(config.block_size, **kinds, list_tiles=compile_(tile_lists, "mask"))
     from trainer.kernels.operators import KEY_GRADIENT_TILE, key_slots
