@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+# `nvidia-smi topo -m` underlines its head even into a pipe.
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 AT_ONCE = 8
 TEXT_LIMIT = 256 << 10
@@ -53,7 +57,7 @@ def command(argv: Sequence[str], limit_s: float, *, check: bool = False) -> str:
     except subprocess.TimeoutExpired as error:
         os.killpg(child.pid, signal.SIGKILL)
         raise Failed(f"timed out after {limit_s:g} s") from error
-    text = output[-TEXT_LIMIT:].decode("utf-8", "replace").rstrip("\n")
+    text = _COLOURS.sub("", output[-TEXT_LIMIT:].decode("utf-8", "replace")).rstrip("\n")
     if check and child.returncode != 0:
         raise Failed(text or f"{argv[0]} ended with {child.returncode}")
     return text
