@@ -106,16 +106,16 @@ class HostConnection:
                 )
                 channel.exec_command(line)
                 return channel
-            except paramiko.ChannelException as error:
+            except (paramiko.SSHException, OSError, EOFError) as error:
+                if not _refused_a_session(error) or not connection.transport.is_active():
+                    raise self.lost(error) from None
                 if pause is None:
                     raise HostUnreachable(
-                        f"the host allows no further session ({error.text})",
+                        f"the host allows no further session ({error})",
                         next_step="close other sessions, or raise MaxSessions in its sshd_config",
                         host=self.host.name,
                     ) from None
                 time.sleep(pause)
-            except (paramiko.SSHException, OSError, EOFError) as error:
-                raise self.lost(error) from None
         raise AssertionError("the last attempt returns or raises")
 
     def lost(self, error: BaseException | None = None) -> ConnectionLost:
@@ -276,6 +276,13 @@ def _auth_refused(route: Route, name: str) -> AuthenticationFailed:
         "`identity_file` of the host in the inventory",
         host=name,
     )
+
+
+def _refused_a_session(error: BaseException) -> bool:
+    """Of several threads that are refused at once, paramiko tells only one the reason."""
+    import paramiko
+
+    return isinstance(error, paramiko.ChannelException) or str(error) == "Unable to open channel."
 
 
 class Session:
