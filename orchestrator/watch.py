@@ -139,6 +139,7 @@ class Watch:
             self._answers.put(_Answer(index, None))
 
     def _ask_on(self, index: int) -> None:
+        """Until the run is over. Its channel is closed then: others may wait for room."""
         ref = self.reports[index].ref
         kept = self._crowd[ref.target.host.name] <= KEPT
         run_id = ref.run_id
@@ -156,11 +157,11 @@ class Watch:
                     seeded = True
                 run_id, misses = summary.run_id, 0
                 self._answers.put(_Answer(index, summary))
-                if summary.is_over:
-                    return
-                if not kept:
+                if summary.is_over or not kept:
                     channel.close()
                     channel = None
+                if summary.is_over:
+                    return
             except DflashctlError as error:
                 self._answers.put(_Answer(index, error))
                 if channel is not None:
