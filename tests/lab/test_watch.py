@@ -125,6 +125,19 @@ def test_silence_is_a_stall_where_a_limit_says_so(cli: Cli, code: Path) -> None:
     assert told[-1]["state"] == "finished"
 
 
+def test_more_runs_than_a_host_has_channels_are_all_watched_to_their_end(
+    cli: Cli, code: Path
+) -> None:
+    command = ("--", "python3", "fake_run.py", "20", "0.3")
+    starts = [
+        cli.start("launch", "lab-201", "--name", f"crowd{n}", "--json", *command, cwd=code)
+        for n in range(9)
+    ]
+    ids = [json.loads(process.communicate(timeout=120)[0])["run_id"] for process in starts]
+    told = watched(cli("watch", *ids, "--every", "0.5s", "--json", code=0))
+    assert {event["run_id"] for event in told if event["state"] == "finished"} == set(ids)
+
+
 def test_top_into_a_pipe_is_one_frame_of_every_container(cli: Cli, code: Path) -> None:
     launch(cli, code, "lab-201", 100, 0.2)
     lines = cli("top", code=0).stdout.splitlines()
