@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -132,8 +134,12 @@ def make_container(
         relative_cgroup=groups.version == 1,
     )
     layout.lxc_base(ct.vmid).write_text(text)
-    (layout.ct(ct.vmid) / "boot").write_text(render.boot_spec(layout, spec, ct, ip))
-    layout.pve_conf(ct.vmid).write_text(render.pve_config(ct, ip))
+    boot = render.boot_spec(layout, spec, ct, ip=ip, hierarchies=groups.names)
+    (layout.ct(ct.vmid) / "boot").write_text(boot)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    conf = render.pve_config(ct, ip=ip, arch=arch, memory=memory)
+    layout.pve_conf(ct.vmid).write_text(conf)
 
 
 def system_python() -> Path:

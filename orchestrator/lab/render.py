@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.lab.cgroups import Hierarchies
@@ -51,13 +51,17 @@ def address(network: str, index: int) -> str:
     return f"{network}.{10 + index}"
 
 
-def pve_config(ct: Container, ip: str | None) -> str:
-    """/etc/pve/lxc/N.conf, with the keys that Proxmox writes for such a container."""
+def pve_config(ct: Container, *, ip: str | None, arch: str, memory: int) -> str:
+    """/etc/pve/lxc/N.conf, with the keys that Proxmox writes for such a container.
+
+    ``arch``: the machine's as Debian names it; ``memory``: the machine's in bytes, which stands
+    there when the container has no limit of its own.
+    """
     values: dict[str, Any] = {
-        "arch": "amd64",
+        "arch": arch,
         "cores": 2,
         "hostname": ct.name,
-        "memory": (ct.memory // MIB) or 512,
+        "memory": (ct.memory or memory) // MIB,
         "ostype": "debian",
         "rootfs": f"local-lvm:vm-{ct.vmid}-disk-0,size=8G",
         "swap": 0,
@@ -104,7 +108,7 @@ def lxc_config(
     lines = [
         f"lxc.uts.name = {ct.name}",
         f"lxc.rootfs.path = overlay:{layout.lower}:{layout.upper(ct.vmid)}",
-        "lxc.mount.auto = proc:mixed sys:mixed",
+        "lxc.mount.auto = proc:mixed sys:mixed cgroup:mixed:force",
         # Without a maximum LXC mounts no devpts of its own, and then tmux has no terminals.
         "lxc.pty.max = 1024",
         "lxc.tty.max = 0",
@@ -137,7 +141,9 @@ def lxc_config(
     return "\n".join([*lines, ""])
 
 
-def boot_spec(layout: Layout, spec: LabSpec, ct: Container, ip: str | None) -> str:
+def boot_spec(
+    layout: Layout, spec: LabSpec, ct: Container, *, ip: str | None, hierarchies: Sequence[str]
+) -> str:
     """The same container for the unshare backend: one ``key value…`` a line."""
     lines = [
         f"hostname {ct.name}",
@@ -146,6 +152,7 @@ def boot_spec(layout: Layout, spec: LabSpec, ct: Container, ip: str | None) -> s
         f"work {layout.work(ct.vmid)}",
         f"root {layout.ct(ct.vmid) / 'root'}",
         f"memory {ct.memory}",
+        f"hierarchies {' '.join(hierarchies)}",
     ]
     lines += [f"mount {' '.join(entry)}" for entry in mounts(layout, spec, ct)]
     if ip:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -143,18 +144,9 @@ def test_the_memory_limit_kills_and_is_counted(odd_lab: Lab) -> None:
     script = "x = bytearray(200 * 2**20)"
     done = odd_lab.host(["pct", "exec", "210", "--", "python3", "-c", script])
     assert done.returncode == 128 + 9
-    assert oom_kills(odd_lab, 210) >= 1
-    assert inside(odd_lab, 210, "echo alive") == "alive\n"
-
-
-def oom_kills(lab: Lab, vmid: int) -> int:
-    total = 0
-    for group in map(Path, lab.state()["cgroups"]):
-        for name in ("memory.oom_control", "memory.events"):
-            for path in (group / "lxc" / str(vmid)).rglob(name):
-                fields = dict(line.split() for line in path.read_text().splitlines())
-                total += int(fields.get("oom_kill", 0))
-    return total
+    seen = "/sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events"
+    counters = inside(odd_lab, 210, f"cat {seen} 2>/dev/null; true")
+    assert re.search(r"^oom_kill [1-9]", counters, re.MULTILINE)
 
 
 # --- identity and network ------------------------------------------------------------------------
