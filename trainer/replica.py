@@ -74,11 +74,10 @@ class DrafterReplica:
 
     def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
         # From the CPU, best: the loss then knows which rows count without asking the device.
-        found = self.loss(batch, features.to(self.dtype))
+        labels = None if batch.labels is None else batch.labels.to(self.device, non_blocking=True)
+        found = self.loss(batch, features.to(self.dtype), labels)
         self.backward(found.loss)
-        return Sums.vector(
-            found.loss, found.weight, found.tau, found.blocks, found.correct, found.count
-        )
+        return Sums.vector(found)
 
     def gradients(self) -> list[Tensor]:
         return self.optimizer.gradients()

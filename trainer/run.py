@@ -154,7 +154,7 @@ class Run:
         if sampled is None:
             return fast_head_loss(device)
         train = self.data.train
-        answers = torch.from_numpy(np.unique(train.tokens[train.supervised]).astype(np.int64))
+        answers = torch.from_numpy(np.unique(train.labels[train.supervised]).astype(np.int64))
         return SampledHeadLoss(answers.to(device), sampled, self.resolved.drafter.vocab_size)
 
     def job(self) -> Job:

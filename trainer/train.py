@@ -167,7 +167,7 @@ class Report:
             epoch=run.batches.epoch(last.step),
             memory_gb=peak_memory_gb(),
         )
-        run.writer.step(line.model_copy(update=dict(last.telemetry)))
+        run.writer.step(line.model_copy(update={**sums.selector(), **last.telemetry}))
         self.taus.append(sums.mean_tau)
         self.pending, self.began = [], now
         self._count_nonfinite(results, norms)

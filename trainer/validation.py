@@ -39,10 +39,8 @@ class Validator:
         loss.drafter.load_state_dict(master)
         total: Tensor | None = None
         for batch, features in self._batches():
-            found = loss(batch, features)
-            sums = Sums.vector(
-                found.loss, found.weight, found.tau, found.blocks, found.correct, found.count
-            )
+            found = loss(batch, features, batch.labels)
+            sums = Sums.vector(found)
             total = sums if total is None else total + sums
         assert total is not None
         return Sums.read(total)

@@ -208,7 +208,7 @@ def test_a_fingerprint_changes_with_any_token(tmp_path: Path) -> None:
     samples = make_batches().samples
     changed = samples.tokens.copy()
     changed[5] += 1
-    other = Samples(changed, samples.supervised, samples.offsets, samples.features)
+    other = Samples(changed, samples.supervised, samples.offsets, samples.features, samples.labels)
     assert samples.fingerprint()["sha256"] != other.fingerprint()["sha256"]
     samples.save(tmp_path)
     assert Samples.load(tmp_path).fingerprint() == samples.fingerprint()

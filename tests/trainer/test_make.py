@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_target import make_model, make_tokenizer, run_config, save_target
+from tiny_target import make_model, make_tokenizer, run_config, save_target, write_chats
 
 from trainer.config import MakeConfig, parse_config
 from trainer.data.decode import BatchDecoder, Completion, Request
 from trainer.data.make import Journal, Maker
+from trainer.data.pack import PackedBatches
 from trainer.data.prepare import feature_file, load_prepared, prepare
 from trainer.errors import DataError
 from trainer.target import TappedTarget
@@ -176,6 +177,22 @@ def test_features_kept_while_writing_are_those_of_a_pass_of_its_own(
         wanted = stage.tap(tokens, torch.arange(tokens.shape[1])[None])[0]
         rows = kept.read(int(found.train.features[index]), tokens.shape[1])
         torch.testing.assert_close(rows[:-1], wanted[:-1])
+
+
+def test_labels_may_be_the_targets_first_choice_given_the_text_before(tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats.jsonl", 6)
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    tree = run_config(tmp_path, objective={"labels": "target"}, data={"held_out": 0.0})
+    config = parse_config(tree, source="t", base=tmp_path)
+    found = prepare(config, tmp_path / "d", tokenizer, lambda: model, lambda _: None)
+    batch = PackedBatches(found.train, config, 0)(0, 0)
+    assert batch.labels is not None
+    for row in range(batch.rows):
+        tokens = batch.tokens[row][batch.document[row] == 0]
+        labels = batch.labels[row][batch.document[row] == 0]
+        best = model(input_ids=tokens[None]).logits[0].argmax(-1)
+        assert labels[1:].tolist() == best[:-1].tolist()
+        assert labels[1:].tolist() != tokens[1:].tolist()
 
 
 def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ class Batch:
     """bool [b, N]"""
     sample_ids: tuple[tuple[int, ...], ...]
     """Of each row's documents, from the left: index of the sample in its data set."""
+    labels: Tensor | None = None
+    """i64 [b, S]: the token wanted *at* each position where that is not ``tokens``: the target's
+    first choice, under ``objective.labels: target``."""
 
     @property
     def rows(self) -> int:
@@ -55,5 +58,5 @@ class Batch:
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name != "sample_ids"
+            if field.name != "sample_ids" and getattr(self, field.name) is not None
         }

@@ -53,6 +53,7 @@ class PackedBatches:
     def __init__(self, samples: Samples, config: TrainConfig, pad_token: int) -> None:
         optimization, data = config.optimization, config.data
         self.samples = samples
+        self.relabelled = config.objective.labels == "target"
         self.seed = config.seed
         self.length = data.sequence_length
         self.anchors = data.anchors
@@ -77,9 +78,9 @@ class PackedBatches:
     def __call__(self, step: int, slot: int) -> Batch:
         first = (step * self.slots + slot) * self.rows
         built = [self._row(index) for index in range(first, first + self.rows)]
-        names = ("tokens", "document", "position", "supervised", "anchors", "anchor_valid")
         stacked = {
-            name: torch.from_numpy(np.stack([row[name] for row, _ in built])) for name in names
+            name: torch.from_numpy(np.stack([row[name] for row, _ in built]))
+            for name in built[0][0]
         }
         return Batch(**stacked, sample_ids=tuple(ids for _, ids in built))
 
@@ -95,6 +96,8 @@ class PackedBatches:
             "anchors": np.full(self.anchors, self.length - 1, np.int64),
             "anchor_valid": np.zeros(self.anchors, bool),
         }
+        if self.relabelled:
+            row["labels"] = row["tokens"].copy()
         starts, end = [], 0
         for document, sample_id in enumerate(ids):
             sample = self.samples[sample_id]
@@ -102,6 +105,9 @@ class PackedBatches:
             span = slice(end, end + size)
             row["tokens"][span] = sample.tokens[:size]
             row["document"][span] = document
+            if self.relabelled:
+                first = int(self.samples.offsets[sample_id])
+                row["labels"][span] = self.samples.labels[first : first + size]
             row["position"][span] = np.arange(size)
             row["supervised"][span] = sample.supervised[:size]
             starts.append(end)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from trainer.config import TrainConfig, digest
 from trainer.data.conversation import (
@@ -28,7 +29,7 @@ from trainer.data.conversation import (
     read_conversations,
 )
 from trainer.data.features import NONE, FeatureFile
-from trainer.data.make import Maker, Say
+from trainer.data.make import Maker, Progress, Say
 from trainer.data.store import Samples
 from trainer.data.template import ChatTemplate, Encoded
 from trainer.drafter.config import text_config
@@ -59,6 +60,7 @@ class _Sample:
     prompt: Messages
     encoded: Encoded
     features: int = NONE
+    labels: np.ndarray | None = None
 
 
 def data_key(config: TrainConfig) -> str:
@@ -67,7 +69,8 @@ def data_key(config: TrainConfig) -> str:
         mode="json", include={"files", "make", "held_out", "sequence_length"}
     )
     target = config.target.model_dump(mode="json", include={"model", "chat_template"})
-    return digest({"data": data, "target": target, "seed": config.seed})
+    labels = config.objective.labels
+    return digest({"data": data, "target": target, "labels": labels, "seed": config.seed})
 
 
 def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
@@ -130,6 +133,8 @@ def prepare(
         samples += [_from_response(item) for item in maker.responses(prompts)]
         asked |= {prompt.key: prompt.messages for prompt in prompts}
     usable = _usable(samples, rejected, config.data.sequence_length)
+    if config.objective.labels == "target":
+        relabel(usable, model(), say)
     _write_prompts(folder, asked, config.data.held_out)
     _write(config, folder, usable, rejected)
     prepared = load_prepared(config, folder)
@@ -204,6 +209,19 @@ def _usable(samples: list[_Sample], rejected: list[Rejection], length: int) -> l
     return kept
 
 
+def relabel(samples: list[_Sample], model: Any, say: Say) -> None:
+    """The target's first choice at each place, given the sample's own tokens before it."""
+    progress = Progress("labels", len(samples), say)
+    tokens = 0
+    for done, sample in enumerate(samples, start=1):
+        read = torch.from_numpy(sample.encoded.tokens.astype(np.int64))[None].to(model.device)
+        with torch.inference_mode():
+            best = model(input_ids=read, use_cache=False).logits[0].argmax(-1).cpu().numpy()
+        sample.labels = np.concatenate([sample.encoded.tokens[:1], best[:-1]]).astype(np.int32)
+        tokens += len(best)
+        progress.update(done, tokens)
+
+
 def _write_prompts(folder: Path, asked: dict[str, Messages], share: float) -> None:
     """The held-out ones, answered or not, in the order of their hashes: any first few of them are
     of every source."""
@@ -227,7 +245,8 @@ def _write(
         )
     report: dict[str, Any] = {"key": data_key(config)}
     for name, part in (("train", train), ("held_out", held)):
-        arrays = Samples.of((s.encoded for s in part), [s.features for s in part])
+        labels = [s.encoded.tokens if s.labels is None else s.labels for s in part]
+        arrays = Samples.of((s.encoded for s in part), [s.features for s in part], labels)
         arrays.save(folder / name)
         report[name] = arrays.fingerprint()
     reasons = Counter(r.reason for r in rejected)

@@ -14,7 +14,8 @@ from trainer.data.features import NONE
 from trainer.data.template import Encoded
 from trainer.errors import DataError
 
-NAMES = ("tokens", "supervised", "offsets", "features")
+NAMES = ("tokens", "supervised", "offsets", "features", "labels")
+MAPPED = ("tokens", "supervised", "labels")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Samples:
     """i64 [count + 1]: sample i is ``[offsets[i], offsets[i + 1])``."""
     features: np.ndarray
     """i64 [count]: first row of its features in ``features.bin``, or -1."""
+    labels: np.ndarray
+    """i32 [total]: the token wanted at each place; the tokens themselves, or the target's own."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -40,8 +43,14 @@ class Samples:
         return np.diff(self.offsets)
 
     @classmethod
-    def of(cls, samples: Iterable[Encoded], features: Sequence[int] | None = None) -> Samples:
+    def of(
+        cls,
+        samples: Iterable[Encoded],
+        features: Sequence[int] | None = None,
+        labels: Sequence[np.ndarray] | None = None,
+    ) -> Samples:
         listed = list(samples)
+        wanted = [s.tokens for s in listed] if labels is None else labels
         lengths = [len(sample.tokens) for sample in listed]
         empty_tokens, empty_mask = np.zeros(0, np.int32), np.zeros(0, bool)
         return cls(
@@ -49,6 +58,7 @@ class Samples:
             np.concatenate([empty_mask, *(s.supervised for s in listed)]).astype(bool),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             np.array([NONE] * len(listed) if features is None else features, np.int64),
+            np.concatenate([empty_tokens, *wanted]).astype(np.int32),
         )
 
     def save(self, folder: Path) -> None:
@@ -60,7 +70,7 @@ class Samples:
     def load(cls, folder: Path) -> Samples:
         try:
             arrays = [
-                np.load(folder / f"{name}.npy", mmap_mode="r" if name in NAMES[:2] else None)
+                np.load(folder / f"{name}.npy", mmap_mode="r" if name in MAPPED else None)
                 for name in NAMES
             ]
         except (OSError, ValueError) as error:
@@ -81,7 +91,7 @@ class Samples:
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data: count, tokens, a histogram of lengths, a hash of all."""
         hashed = hashlib.sha256()
-        for array in (self.tokens, self.supervised, self.offsets):
+        for array in (self.tokens, self.supervised, self.offsets, self.labels):
             hashed.update(np.ascontiguousarray(array).tobytes())
         lengths = self.lengths
         # Powers of two: "≤ 64", "≤ 128", …

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.compile_lock import CompileLock
 from trainer.data.batch import Batch
+
+if TYPE_CHECKING:
+    from trainer.objective import StepLoss
 
 
 class Batches(Protocol):
@@ -95,25 +98,32 @@ class Sums:
     tau: float
     """Accepted drafts (the length of the right prefix), summed over blocks."""
     blocks: float
+    recalled: float
+    """DFlash2's selector, else 0: labels among its candidates; of the slots in ``count``."""
+    selected: float
+    """Likewise: right choices, given the right predecessor."""
+    selected_tau: float
+    """Likewise: accepted drafts of the path it takes by itself."""
     correct: list[float]
     """Right first choices at slots 1..B-1."""
     count: list[float]
 
     @staticmethod
-    def vector(
-        loss: Tensor, weight: Tensor, tau: Tensor, blocks: Tensor, correct: Tensor, count: Tensor
-    ) -> Tensor:
-        """f32 [4 + 2(B-1)], in the order of the fields; scalars are 0-d."""
-        head = torch.stack([t.detach().float() for t in (loss, weight, tau, blocks)])
-        return torch.cat([head, correct.detach().float(), count.detach().float()])
+    def vector(found: StepLoss) -> Tensor:
+        """f32 [7 + 2(B-1)], in the order of the fields, detached."""
+        scalars = [found.loss, found.weight, found.tau, found.blocks]
+        none = torch.zeros_like(found.weight)
+        scalars += [none, none, none] if found.selector is None else list(found.selector)
+        head = torch.stack([t.detach().float() for t in scalars])
+        return torch.cat([head, found.correct.float(), found.count.float()])
 
     @classmethod
     def read(cls, vector: Tensor) -> Sums:
         """Waits for the device."""
         values: list[float] = vector.tolist()
-        slots = (len(values) - 4) // 2
-        loss, weight, tau, blocks = values[:4]
-        return cls(loss, weight, tau, blocks, values[4 : 4 + slots], values[4 + slots :])
+        slots = (len(values) - SCALARS) // 2
+        correct, count = values[SCALARS : SCALARS + slots], values[SCALARS + slots :]
+        return cls(*values[:SCALARS], correct=correct, count=count)  # type: ignore[misc, arg-type]
 
     @property
     def mean_loss(self) -> float:
@@ -128,6 +138,20 @@ class Sums:
         """1 + the mean accepted length of the step's blocks."""
         return 1.0 + self.tau / self.blocks if self.blocks else 1.0
 
+    def selector(self) -> dict[str, float]:
+        """What DFlash2 adds to a step's line: candidate recall, accuracy, and its own tau."""
+        slots = sum(self.count)
+        if not self.recalled or not slots:
+            return {}
+        return {
+            "selector_recall": self.recalled / slots,
+            "selector_accuracy": self.selected / slots,
+            "selector_tau": 1.0 + self.selected_tau / self.blocks,
+        }
+
+
+SCALARS = 7
+"""Fields of ``Sums`` before the lists."""
 
 WEIGHT_SUM = 1
 """Index of the weight sum in the vector of ``Sums``."""
