@@ -15,6 +15,7 @@ back-pressure. Receives never go beyond the last step that all ranks have agreed
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import traceback
@@ -37,7 +38,7 @@ from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import compare_fingerprints, fingerprint
 from trainer.pipeline.stages import DrafterStage, Job, StepResult, TargetStage
 
-FAILURE_KEY = "dflash/first-failure"
+FAILURE_KEY = "first-failure"
 BUFFERS = 2
 """A target's: one is filled while the other travels."""
 
@@ -78,7 +79,10 @@ class ProcessesExecutor:
         # Without device_id: pairs then get communicators of their own, and a receive that waits
         # for its target cannot stand in the way of the drafters' sum.
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        self.store, rank, world = next(rendezvous("env://"))
+        store, rank, world = next(rendezvous("env://"))
+        # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"dflash/{attempt}", store)
         dist.init_process_group(
             backend, store=self.store, rank=rank, world_size=world, timeout=limit
         )
