@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -72,39 +70,17 @@ def _live(
     session: Session, ref: RunRef, bundle: Path | None, addresses: bool, as_json: bool
 ) -> int:
     # Some 40 modules of rules: only when they are wanted.
-    from orchestrator.collect import collect
-    from orchestrator.diag import Evidence, diagnose
-    from orchestrator.diag.bundle import write_bundle
     from orchestrator.diag.cli import show
+    from orchestrator.examine import examine
 
-    with tempfile.TemporaryDirectory(prefix="dflashctl-") as folder:
-        found = collect(session.fleet, ref, Path(folder) / "train.log")
-        report = diagnose(Evidence.from_log(found.log, found.probes))
-        place: dict[str, Any] = {
-            "run_id": ref.run_id,
-            "host": ref.target.host.name,
-            "ct": ref.target.ct,
-            **(found.summary.as_json(ref.target) if found.summary else {}),
-        }
-        if bundle is not None:
-            about = {"written": time.time(), "place": place}
-            write_bundle(
-                bundle,
-                log=found.log,
-                probes=found.probes,
-                report=report,
-                about=about,
-                addresses=addresses,
-            )
-            output.notice(f"wrote {bundle}")
-    if found.error is not None and report.healthy:
-        # Nothing that a rule knows: the error itself is the answer.
-        raise found.error
+    found = examine(session.fleet, ref, bundle=bundle, addresses=addresses)
+    if bundle is not None:
+        output.notice(f"wrote {bundle}")
+    place = found.place
     if as_json:
-        output.emit({**place, **report.as_dict()})
+        output.emit({**place, **found.report.as_dict()})
     else:
         state = f": {place['state']}" if place.get("state") else ""
         output.say(f"{place['run_id'] or 'no run'} on {place['host']}/{place['ct']}{state}\n")
-        show(report, as_json=False)
-    unreachable = found.error is not None and found.error.exit_code == 3
-    return 3 if unreachable else report.exit_code
+        show(found.report, as_json=False)
+    return 3 if found.unreachable else found.report.exit_code

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
-from orchestrator.cli.session import Session, open_session
-from orchestrator.collect import collect
-from orchestrator.diag import Evidence, diagnose
+from orchestrator.cli.session import open_session
 from orchestrator.errors import UsageError
+from orchestrator.examine import examine
 from orchestrator.report.gather import gather
 from orchestrator.report.page import render
 from orchestrator.run import RunRef
@@ -37,7 +35,8 @@ def report(
         run_id = str(channel.call("run.status", lines=0, **ref.fields)["run_id"])
         # "The newest" is fixed once: a later launch is another run.
         ref = RunRef(ref.target, run_id)
-        record = gather(channel, ref, _findings(session, ref))
+        report = examine(session.fleet, ref).report
+        record = gather(channel, ref, [finding.as_dict() for finding in report.findings])
     path = (file or Path(f"{run_id}.html")).expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,16 +48,3 @@ def report(
         output.emit({**place, "file": str(path), "steps": len(record.steps)})
     else:
         output.say(f"wrote {path} ({len(record.steps)} steps, {len(record.events)} events)")
-
-
-def _findings(session: Session, ref: RunRef) -> list[dict[str, Any]]:
-    """What `diag` says now.
-
-    :raises DflashctlError: the container went away meanwhile.
-    """
-    with tempfile.TemporaryDirectory(prefix="dflashctl-") as folder:
-        found = collect(session.fleet, ref, Path(folder) / "train.log")
-        if found.error is not None:
-            raise found.error
-        report = diagnose(Evidence.from_log(found.log, found.probes))
-    return [finding.as_dict() for finding in report.findings]

@@ -109,8 +109,8 @@ class Wait(Action):
 class Diag(Action):
     """Say what is wrong with the run."""
 
-    save: Text = None
-    """A file on this machine for the findings, as JSON."""
+    bundle: Text = None
+    """A file on this machine for all that was seen, secrets redacted; `diag --from` reads it."""
     fail_on: Literal["fatal", "warning", "never"] = "fatal"
     run: Text = None
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator import preflight as checks_of
-from orchestrator.collect import collect
-from orchestrator.diag import Evidence, Report, diagnose
+from orchestrator.diag import Report
 from orchestrator.diag.finding import ORDER as WEIGHTS
 from orchestrator.environment import remote
 from orchestrator.environment.compare import ORDER, Difference, compare, faults
 from orchestrator.environment.lock import Environment, read_lock
 from orchestrator.environment.sync import plan
 from orchestrator.errors import RefusedError, RunFailed, UsageError
+from orchestrator.examine import examine
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
 from orchestrator.playbook.stage import Stage, counted, place
@@ -99,24 +97,18 @@ def _judge(stage: Stage, differences: Mapping[str, list[Difference]], fail_on: s
 
 def diag(stage: Stage, action: actions.Diag) -> Done:
     reports = {}
-    for ref in stage.runs(action.run):
-        with tempfile.TemporaryDirectory(prefix="dflashctl-") as folder:
-            found = collect(stage.fleet, ref, Path(folder) / "train.log")
-            report = diagnose(Evidence.from_log(found.log, found.probes))
-        if found.error is not None and report.healthy:
-            raise found.error
-        reports[ref.run_id or ref.target.name] = report
-        for finding in report.findings:
+    refs = stage.runs(action.run)
+    bundle = Path(action.bundle).expanduser() if action.bundle else None
+    for ref in refs:
+        own = bundle.with_name(f"{ref.run_id}-{bundle.name}") if bundle and refs[1:] else bundle
+        found = examine(stage.fleet, ref, bundle=own)
+        reports[str(found.place["run_id"])] = found.report
+        for finding in found.report.findings:
             stage.notice(f"{finding.severity}: {finding.code}: {finding.title}")
-        _refuse_findings(report, ref, action.fail_on)
-    data = {name: report.as_dict() for name, report in reports.items()}
-    if action.save:
-        path = Path(action.save).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=2), encoding="utf-8")
+        _refuse_findings(found.report, ref, action.fail_on)
     count = sum(len(report.findings) for report in reports.values())
     said = counted(count, "finding") if count else "nothing is wrong"
-    return Done(said, {"reports": data})
+    return Done(said, {name: report.as_dict() for name, report in reports.items()})
 
 
 def _refuse_findings(report: Report, ref: RunRef, fail_on: str) -> None:

@@ -1,0 +1,64 @@
+"""A live run, diagnosed: what the verb, the report page and playbooks share."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.collect import Collected, collect
+from orchestrator.diag import Evidence, Report, diagnose
+from orchestrator.diag.bundle import write_bundle
+from orchestrator.fleet import Fleet
+from orchestrator.run import RunRef
+
+
+@dataclass(frozen=True)
+class Examined:
+    collected: Collected
+    report: Report
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Which run it is and how it stands, by the stable keys."""
+        ref, summary = self.collected.ref, self.collected.summary
+        return {
+            "run_id": ref.run_id,
+            "host": ref.target.host.name,
+            "ct": ref.target.ct,
+            **(summary.as_json(ref.target) if summary else {}),
+        }
+
+    @property
+    def unreachable(self) -> bool:
+        error = self.collected.error
+        return error is not None and error.exit_code == 3
+
+
+def examine(
+    fleet: Fleet, ref: RunRef, *, bundle: Path | None = None, addresses: bool = False
+) -> Examined:
+    """Collect and diagnose; with ``bundle`` write there all that was seen, secrets redacted.
+
+    :param addresses: hide addresses in the bundle, too.
+    :raises DflashctlError: the container could not be asked, and no rule knows why.
+    """
+    with tempfile.TemporaryDirectory(prefix="dflashctl-") as folder:
+        found = collect(fleet, ref, Path(folder) / "train.log")
+        done = Examined(found, diagnose(Evidence.from_log(found.log, found.probes)))
+        if found.error is not None and done.report.healthy:
+            # Nothing that a rule knows: the error itself is the answer, and a bundle would lie.
+            raise found.error
+        if bundle is not None:
+            bundle.parent.mkdir(parents=True, exist_ok=True)
+            write_bundle(
+                bundle,
+                log=found.log,
+                probes=found.probes,
+                report=done.report,
+                about={"written": time.time(), "place": done.place},
+                addresses=addresses,
+            )
+    return done
