@@ -23,7 +23,7 @@ from pathlib import Path
 
 USED = ("memory", "freezer", "pids")
 SYS = Path("/sys/fs/cgroup")
-PATIENCE_S = 5.0
+PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def thaw(groups: Iterable[Path]) -> None:
 
 
 def end(groups: Iterable[Path]) -> set[int]:
-    """Kill every member and remove the groups; returns those that would not go within 5 s.
+    """Kill every member and remove the groups; returns those that would not go within 10 s.
 
     Both in one loop: a `pct start` that was under way when its `lab up` was killed may join after
     the first look.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,16 @@ def make_keys(layout: Layout, port: int) -> None:
     public = layout.host_key.with_suffix(".pub").read_text()
     layout.known_hosts.write_text(f"[127.0.0.1]:{port} {public}")
     layout.authorized_keys.write_text(layout.user_key.with_suffix(".pub").read_text())
-    layout.sshd_config.write_text(render.sshd_config(layout, port))
+    layout.sshd_config.write_text(render.sshd_config(layout, port, sshd_version()))
+
+
+def sshd_version() -> tuple[int, int]:
+    """OpenSSH's; old ones know no -V but print the version with the usage."""
+    done = subprocess.run(
+        [which("sshd") or "sshd", "-V"], env=CLEAN_ENV, capture_output=True, text=True, check=False
+    )
+    match = re.search(r"OpenSSH_(\d+)\.(\d+)", done.stdout + done.stderr)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def make_host(layout: Layout, spec: LabSpec, backend: Backend, groups: cgroups.Hierarchies) -> None:

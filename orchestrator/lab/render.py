@@ -17,14 +17,17 @@ SHARED_MOUNT = "/opt/dflash/python"
 OWN_PYTHON = "/srv/python"
 
 
-def sshd_config(layout: Layout, port: int) -> str:
+def sshd_config(layout: Layout, port: int, version: tuple[int, int]) -> str:
     """sshd as Proxmox has it (its own limits included), with keys and log of the lab.
 
     MaxSessions and MaxStartups stay at OpenSSH's defaults (10 and 10:30:100): the controller must
-    live with them.
+    live with them. ``version``: OpenSSH's; since 9.8 it shuts out for a while the address of a
+    client whose session crashed, and here all clients share one address.
     """
+    exempt = ["PerSourcePenaltyExemptList 127.0.0.1"] if version >= (9, 8) else []
     return "\n".join(
         [
+            *exempt,
             f"Port {port}",
             "ListenAddress 127.0.0.1",
             f"HostKey {layout.host_key}",
