@@ -35,7 +35,7 @@ class Container:
     python: Interpreter = "host"
     memory: int = 0
     """Limit of the memory cgroup; 0 means none."""
-    shm: int = 64 * MIB
+    shm: int = 1024 * MIB
     workdir: str = "/workspace"
     workdir_size: int = 0
     """A tmpfs of that size, to be filled by tests; 0 means a folder on the lab's own disk."""
