@@ -300,8 +300,10 @@ class _DrafterPart:
         batch = self.job.batches(0, 0)
         for target in range(self.place.targets):
             dist.recv(self.buffers[0], self.place.target_rank(target))
-        self.stage.accumulate(batch, self.buffers[0])
+        sums = self.stage.accumulate(batch, self.buffers[0])
         self.stage.discard()
+        # NCCL connects at a group's first use, which would otherwise be within the first step.
+        dist.all_reduce(sums, group=self.among)
         self._compare(0)
 
     def step(self, index: int, turn: int, more: bool) -> StepResult:
