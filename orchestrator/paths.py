@@ -35,10 +35,7 @@ class ContainerPaths:
         self.releases = posixpath.join(self.root, "releases")
         self.runs = posixpath.join(self.root, "runs")
         self.lock = posixpath.join(self.root, "lock")
-        """flock: held shared while a run starts, exclusively while something is pruned."""
-
-    def agent_program(self, digest: str) -> str:
-        return posixpath.join(self.agent, f"{digest}.pyz")
+        """flock: held shared while a release is built, exclusively while old ones are pruned."""
 
     def blob(self, digest: str) -> str:
         return posixpath.join(self.blobs, digest[:2], digest)
@@ -138,8 +135,6 @@ class LaptopPaths:
         """Which agent hash each container is believed to hold."""
         self.digests = self.cache / "digests.json"
         """sha256 of local files by path, size, mtime and inode."""
-        self.bundles = self.cache / "bundles"
-        """Agent zipapps by content hash."""
 
     def run(self, run_id: str) -> Path:
         """What is remembered of one run (its target)."""

@@ -181,9 +181,12 @@ def working_folder(beside: str, prefix: str) -> tuple[str, int]:
     """A new folder and the descriptor whose flock says, as long as we live, that it is in use."""
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=beside)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Until it is locked it looks dead, and whoever begins a push may remove it.
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Between the two steps it looked dead, and another agent may have removed it.
         if os.path.isdir(path):
             return path, descriptor
         os.close(descriptor)

@@ -288,6 +288,18 @@ def test_two_people_push_the_same_code_at_once(agents: Any) -> None:
     assert content(first["path"]) == files
 
 
+def test_a_push_that_begins_does_not_clean_away_another_that_goes_on(agents: Any) -> None:
+    one, two = agents(), agents()
+    data = os.urandom(100)
+    name = [[hashlib.sha256(data).hexdigest(), len(data)]]
+    stored, begun = [], []
+    for _ in range(60):
+        stored.append(one.stream("release.blobs", data, blobs=name))
+        begun.append(two.stream("release.begin", b""))
+    assert all(one.result(number)["stored"] == 1 for number in stored)
+    assert all(two.result(number)["missing"] == [] for number in begun)
+
+
 def test_pruning_keeps_the_newest_and_what_a_job_wrote_into(agent: Any, workdir: Path) -> None:
     made = [push(agent, {b"a": b"%d" % number, b"same": b"s"}) for number in range(4)]
     Path(made[1]["path"], "checkpoint.pt").write_bytes(b"precious")
