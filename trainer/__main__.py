@@ -21,6 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if getattr(options, "trace_compile", False):
+        os.environ["DFLASH_TRACE_COMPILE"] = "1"
     import trainer.commands as commands
     from trainer.errors import TrainerError
 
@@ -46,7 +48,13 @@ def parser() -> argparse.ArgumentParser:
     def config(made: argparse.ArgumentParser) -> None:
         made.add_argument("config", type=Path, help="YAML; trainer/config.py documents each field")
 
-    config(verb("train", "train", "make or load the data, train, evaluate"))
+    train = verb("train", "train", "make or load the data, train, evaluate")
+    config(train)
+    train.add_argument(
+        "--trace-compile",
+        action="store_true",
+        help="record which thread sets torch's tracing flag, with its stack, as fx_trace events",
+    )
     config(verb("check", "check", "say what a config would do and the memory it needs"))
 
     evaluate = verb("evaluate", "evaluate", "measure a checkpoint by speculative decoding")
