@@ -65,8 +65,9 @@ def serve(digest: str, workdir: str, program: str, lock: BinaryIO) -> None:
     source, sink = take_standard_streams()
     server = Server(source, sink, workdir, program, find)
     server.run(own.hello(digest, workdir, program))
-    # A stop or a commit in flight may end by itself; streams have been told to.
-    server.wait_idle(2.0)
+    # A commit in flight may end by itself, streams and commands have been told to: a command that
+    # ignores TERM is killed after 2 s.
+    server.wait_idle(5.0)
     own.tidy(program)
     # Not sys.exit: a thread may hang in the kernel on a dead mount, and pct waits for our end.
     os._exit(0)

@@ -216,8 +216,10 @@ def _make_folder(
 ) -> None:
     """All of it beside, then one rename: a folder under its own name is always whole."""
     staging = f"{request.paths.runs}/.start-{paths.run_id}"
-    # Left by an agent that was killed here; we hold the lock.
-    shutil.rmtree(staging, ignore_errors=True)
+    # Left by agents that were killed here; we hold the lock.
+    for entry in os.scandir(request.paths.runs):
+        if entry.name.startswith(".start-"):
+            shutil.rmtree(entry.path, ignore_errors=True)
     try:
         make_private(f"{staging}/checkpoints")
         make_private(f"{staging}/stacks")

@@ -110,6 +110,13 @@ def test_the_end_of_input_ends_the_agent_and_its_commands(agent: Any) -> None:
     wait_until(lambda: gone(int(payload)))
 
 
+def test_a_command_that_ignores_its_end_is_killed_with_the_channel(agent: Any) -> None:
+    number = agent.send("exec", command=["sh", "-c", "trap '' TERM; echo $$; sleep 600; sleep 600"])
+    _, payload = agent.receive(number)
+    assert agent.close() == 0
+    wait_until(lambda: gone(int(payload)))
+
+
 def test_a_laptop_that_reads_nothing_does_not_fill_our_memory(workdir: Path) -> None:
     program = bundle()
     sent = header(program.digest, len(program.data), str(workdir)) + program.data

@@ -265,3 +265,6 @@ def test_a_start_cut_in_its_input_leaves_no_run(runs: Any) -> None:
     agent.write(encode({"id": number, "more": True}, b"half a diff"))
     agent.close()
     assert runs.agent.call("run.list")["runs"] == []
+    runs.start("true")
+    folder = runs.workdir / "dflashctl/runs"
+    assert not list(folder.glob(".start-*"))
