@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -14,6 +15,8 @@ def main() -> None:
 
         complete(words[1:])
         return
+    # pydantic would look through every installed distribution for plugins of its own.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from orchestrator.errors import DflashctlError
 
     options = words[: words.index("--")] if "--" in words else words
