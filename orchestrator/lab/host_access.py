@@ -16,6 +16,11 @@ from orchestrator.lab.requirements import CLEAN_ENV
 from orchestrator.lab.spec import LabSpec
 
 
+def join_argv(layout: Layout, state_id: str, groups: Sequence[str]) -> list[str]:
+    """The beginning of every command that the lab starts outside of SSH."""
+    return ["/bin/sh", str(PROGRAMS / "host-join"), str(layout.state), state_id, *groups, "--"]
+
+
 class HostAccess:
     """The host of one lab, known by its state file: any process may use it."""
 
@@ -49,7 +54,8 @@ class HostAccess:
         sshd = self.sshd
         if sshd is None:
             raise NotFoundError("the lab is not up", next_step="dflashctl lab up")
-        join = ["/bin/sh", str(PROGRAMS / "host-join"), *self.state()["host_cgroups"], "--"]
+        state = self.state()
+        join = join_argv(self.layout, state["id"], state["host_cgroups"])
         enter = ["nsenter", "--target", str(sshd.pid), "--mount", "--uts", "--cgroup", "--"]
         return [*join, *enter, *argv]
 

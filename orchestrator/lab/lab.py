@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import yaml
 from orchestrator.errors import RefusedError, UsageError
 from orchestrator.lab import cgroups, files, network, render, requirements
 from orchestrator.lab.faults import PCT_DELAY
-from orchestrator.lab.host_access import HostAccess
+from orchestrator.lab.host_access import HostAccess, join_argv
 from orchestrator.lab.layout import PROGRAMS
 from orchestrator.lab.mounts import MOUNTS, mount, mounts_below, on_overlay
 from orchestrator.lab.processes import Process, boot_id, listener
@@ -82,6 +83,7 @@ class Lab(HostAccess):
         state: dict[str, Any] = {
             "backend": backend,
             "boot_id": boot_id(),
+            "id": secrets.token_hex(8),
             "cgroups": [str(group) for group in groups.groups],
             "host_cgroups": [str(group) for group in groups.of_host],
             "inventory": str(self.inventory),
@@ -189,7 +191,7 @@ class Lab(HostAccess):
     def _start_host(self, groups: cgroups.Hierarchies) -> Process:
         layout = self.layout
         log = layout.host / "start.log"
-        argv = ["/bin/sh", str(PROGRAMS / "host-join"), *map(str, groups.groups), "--"]
+        argv = join_argv(layout, self.state()["id"], [str(group) for group in groups.groups])
         argv += ["unshare", "--mount", "--uts", "--propagation", "private"]
         argv += ["/bin/sh", str(PROGRAMS / "host-start"), str(layout.root), self.spec.node]
         argv += [str(self.spec.shared_python), *groups.names]

@@ -20,6 +20,7 @@ import orchestrator
 from orchestrator.errors import NotFoundError, RefusedError, UsageError
 from orchestrator.lab import Container, Lab, LabSpec
 from orchestrator.lab.cgroups import leftovers
+from orchestrator.lab.host_access import join_argv
 from orchestrator.lab.layout import Layout
 from orchestrator.lab.network import free_network, ip
 from orchestrator.lab.processes import Process
@@ -175,6 +176,15 @@ def test_up_killed_half_way_is_cleaned_by_the_next(make_lab: MakeLab, seconds: f
     assert lab.pct("status", 200) == "status: running\n"
     lab.down()
     assert remains(lab.layout) == []
+
+
+def test_what_a_killed_up_has_left_starts_nothing_in_the_next_lab(lab: Lab) -> None:
+    def join(state_id: str) -> str:
+        argv = [*join_argv(lab.layout, state_id, []), "echo", "started"]
+        return subprocess.run(argv, capture_output=True, text=True).stdout
+
+    assert join("of-the-one-before") == ""
+    assert join(lab.state()["id"]) == "started\n"
 
 
 def test_a_port_that_is_taken_names_its_holder_and_leaves_nothing(make_lab: MakeLab) -> None:
