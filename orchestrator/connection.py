@@ -52,6 +52,7 @@ class HostConnection:
         self._lock = threading.Lock()
         self._channels = threading.BoundedSemaphore(CHANNELS)
         self._connection: Connection | None = None
+        self._failure: tuple[float, DflashctlError] | None = None
 
     def __enter__(self) -> HostConnection:
         return self
@@ -73,10 +74,18 @@ class HostConnection:
 
         :raises UnreachableError: with the reason and the next step.
         """
+        asked = time.monotonic()
         with self._lock:
             if self._connection is not None and self._connection.is_connected:
                 return self._connection
-            self._connection = self._connect(find_route(self.host))
+            if self._failure is not None and self._failure[0] > asked:
+                # Fifty containers of a dead host wait for one time-out, not for fifty.
+                raise self._failure[1]
+            try:
+                self._connection = self._connect(find_route(self.host))
+            except DflashctlError as error:
+                self._failure = (time.monotonic(), error)
+                raise
             return self._connection
 
     def session(self, argv: Sequence[str]) -> Session:

@@ -6,12 +6,14 @@ import json
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.cli import output
 from orchestrator.cli.session import Session
-from orchestrator.errors import DflashctlError
+from orchestrator.connection import CHANNELS
+from orchestrator.errors import DflashctlError, UsageError
 from orchestrator.follow import Follower, Piece, Start
 from orchestrator.paths import RunPaths
 from orchestrator.run import RunRef, RunSummary
@@ -51,6 +53,7 @@ def follow_runs(
     The highest exit code of all is returned; a run that cannot be read is told and does not stop
     the others.
     """
+    _check_crowd(refs)
     prefixes = _prefixes(refs)
     lock = threading.Lock()
     codes: list[int] = []
@@ -93,6 +96,17 @@ def follow_runs(
     for thread in threads:
         thread.join()
     return max(codes)
+
+
+def _check_crowd(refs: Sequence[RunRef]) -> None:
+    """:raises UsageError: more runs of one host than channels, each of which is held to the end."""
+    host, count = Counter(ref.target.host.name for ref in refs).most_common(1)[0]
+    if count > CHANNELS:
+        raise UsageError(
+            f"{count} runs of one host at once: a connection carries {CHANNELS}",
+            next_step="follow fewer, or use `dflashctl watch` or `top`, which take turns",
+            host=host,
+        )
 
 
 def _prefixes(refs: Sequence[RunRef]) -> list[str]:
