@@ -11,6 +11,7 @@ sessions as they are (measured: 100 of 100 with a command that ends at once).
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 
 from libtmux.common import tmux_cmd
@@ -23,6 +24,10 @@ _ENVIRONMENT_BYTES = 8 << 10
 """tmux refuses commands beyond 16 KB (one imsg)."""
 
 _WIDTH, _HEIGHT = 200, 50
+
+# A server whose last session has just ended still answers, and goes.
+_ENDING = ("server exited", "lost server", "no server running", "error connecting")
+_TRIES = 5
 
 
 def binary() -> str:
@@ -54,16 +59,27 @@ def new_session(name: str, command: Sequence[str], environment: Mapping[str, str
             given += ["-e", _literal(f"{key}={value}")]
     window = f"={name}:"
     _start_server()
-    answer = run(
+    words = [
         *("-u", "new-session", "-d", "-s", name, "-x", str(_WIDTH), "-y", str(_HEIGHT)),
         *given,
         *("--", *(_literal(word) for word in command), ";"),
         *("set-option", "-w", "-t", window, "remain-on-exit", "on", ";"),
         *("set-option", "-g", "exit-empty", "on"),
-    )
-    text = "\n".join(answer.stderr)
-    if answer.returncode != 0 and "duplicate session" not in text:
+    ]
+    answer = run(*words)
+    for _ in range(_TRIES):
+        if answer.returncode == 0 or not any(word in _text(answer) for word in _ENDING):
+            break
+        time.sleep(0.05)
+        _start_server()
+        answer = run(*words)
+    if answer.returncode != 0 and "duplicate session" not in _text(answer):
+        text = _text(answer)
         raise AgentError("tmux.failed", f"tmux could not start the session: {text}", stderr=text)
+
+
+def _text(answer: tmux_cmd) -> str:
+    return "\n".join(answer.stderr)
 
 
 def _start_server() -> None:
