@@ -61,6 +61,8 @@ class DrafterReplica:
         self.device = device
         self.dtype = dtype
         self.drafter = new_drafter(drafter_config, config.seed, frozen.head).to(device)
+        if config.optimization.fp8 == "head+mlp" and device.type == "cuda":
+            self.drafter.use_fp8()
         self.optimizer = MasterAdamW(self.drafter, config.optimization, steps, dtype)
         compiled = compile_ if device.type == "cuda" else None
         self.loss = DrafterLoss(

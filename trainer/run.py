@@ -144,15 +144,16 @@ class Run:
             frozen,
             self.batches.steps,
             device,
-            head_loss=self._head_loss(device),
+            head_loss=self._head_loss(device, frozen),
             compile_=self.compile_lock.compile,
             backward=self.compile_lock.backward,
         )
 
-    def _head_loss(self, device: torch.device) -> HeadLoss:
+    def _head_loss(self, device: torch.device, frozen: FrozenTarget) -> HeadLoss:
         sampled = self.config.optimization.head_sample
         if sampled is None:
-            return fast_head_loss(device)
+            fp8 = self.config.optimization.fp8 != "off"
+            return fast_head_loss(device, frozen.head, "fp8" if fp8 else "bf16")
         train = self.data.train
         answers = torch.from_numpy(np.unique(train.labels[train.supervised]).astype(np.int64))
         return SampledHeadLoss(answers.to(device), sampled, self.resolved.drafter.vocab_size)

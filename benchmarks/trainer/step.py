@@ -167,9 +167,7 @@ class Ours:
         return loss.detach() / self.found.weight
 
     def optimize(self) -> None:
-        f = self.found
-        sums = Sums.vector(f.loss, f.weight, f.tau, f.blocks, f.correct, f.count)
-        self.optimizer.step(self.steps, sums)
+        self.optimizer.step(self.steps, Sums.vector(self.found))
         self.steps += 1
 
 
