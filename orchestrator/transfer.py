@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import ConnectionLost, HostUnreachable, TransferError
+from orchestrator.errors import ConnectionLost, HostUnreachable, NotFoundError, TransferError
 from orchestrator.fleet import Fleet
 from orchestrator.follow import BACKOFF_S, Notice
 from orchestrator.paths import RunPaths
@@ -27,6 +27,10 @@ PARTS = ".dflashctl-pull"
 # for the reader of one request cannot serve another.
 AHEAD_BYTES = 8 << 20
 AHEAD_FILES = 32
+GROWING = (".log", ".jsonl", ".index")
+"""Names of what a run appends to."""
+CHANGES = 3
+"""How often a file that is rewritten under the reading is read again."""
 # The values of environment variables stand in start.json: it is never part of a pull.
 PRIVATE = frozenset({RunPaths("").start, RunPaths("").secrets})
 CHECKPOINTS = RunPaths("").checkpoints
@@ -177,8 +181,8 @@ def _pull_once(
         if entry.kind == "d":
             place(destination, entry.path).mkdir(exist_ok=True)
     parts = destination / PARTS
-    for entry, request, part in _reading(channel, kept, root, alone, pulled):
-        _receive(entry, request, part, pulled, progress)
+    for entry, request in _reading(channel, kept, root, alone, pulled):
+        _settle(channel, entry, request, root, alone, pulled, progress)
     if parts.is_dir() and not any(parts.iterdir()):
         parts.rmdir()
     for entry in kept:
@@ -199,11 +203,51 @@ def _renamed(entry: Listed, name: str) -> Listed:
     return Listed(entry.kind, name, entry.size, entry.mtime_ns, entry.mode)
 
 
+def _settle(
+    channel: AgentChannel,
+    entry: Listed,
+    request: Request,
+    root: str,
+    alone: bool,
+    pulled: Pulled,
+    progress: Progress,
+) -> None:
+    """Receive one file of a run that may live: what changed under the reading is read again."""
+    for attempt in range(CHANGES + 1):
+        try:
+            _receive(entry, request, _part(pulled.destination, entry), pulled, progress)
+            return
+        except TransferError as error:
+            if kind_of(error) != "pull.changed" or attempt == CHANGES:
+                raise
+        try:
+            (now,), _ = _list(channel, {"path": _remote(root, entry, alone)})
+        except NotFoundError:
+            # Removed meanwhile, as checkpoints and records are.
+            return
+        entry = Listed("f", entry.path, now.size, now.mtime_ns, now.mode)
+        request = _ask(channel, entry, root, alone, pulled)
+
+
+def _remote(root: str, entry: Listed, alone: bool) -> str:
+    return root if alone else f"{root}/{entry.path}"
+
+
+def _ask(channel: AgentChannel, entry: Listed, root: str, alone: bool, pulled: Pulled) -> Request:
+    """The rest of a file; of one that is only ever appended to, as much as was listed."""
+    part = _part(pulled.destination, entry)
+    state: dict[str, Any] = {"expect": {"size": entry.size, "mtime_ns": entry.mtime_ns}}
+    if entry.path.endswith(GROWING):
+        state = {"limit": entry.size}
+    offset = part.stat().st_size if part.is_file() else 0
+    return channel.request("pull.read", path=_remote(root, entry, alone), offset=offset, **state)
+
+
 def _reading(
     channel: AgentChannel, entries: Iterable[Listed], root: str, alone: bool, pulled: Pulled
-) -> Iterator[tuple[Listed, Request, Path]]:
+) -> Iterator[tuple[Listed, Request]]:
     """Each file that is not there yet with its request, small ones asked for ahead."""
-    waiting: deque[tuple[Listed, Request, Path]] = deque()
+    waiting: deque[tuple[Listed, Request]] = deque()
     ahead = 0
     for entry in entries:
         if entry.kind != "f":
@@ -216,14 +260,7 @@ def _reading(
             first = waiting.popleft()
             ahead -= first[0].size
             yield first
-        part = _part(pulled.destination, entry)
-        request = channel.request(
-            "pull.read",
-            path=root if alone else f"{root}/{entry.path}",
-            offset=part.stat().st_size if part.is_file() else 0,
-            expect={"size": entry.size, "mtime_ns": entry.mtime_ns},
-        )
-        waiting.append((entry, request, part))
+        waiting.append((entry, _ask(channel, entry, root, alone, pulled)))
         ahead += entry.size
     yield from waiting
 

@@ -120,24 +120,32 @@ def read(request: Request) -> dict[str, Any]:
         if not stat.S_ISREG(before.st_mode):
             raise AgentError("request.invalid", f"not a plain file: {path}", path=path)
         _expect(request, path, before)
-        if not 0 <= offset <= before.st_size:
-            raise AgentError("pull.changed", f"{path} is shorter than the offset", path=path)
+        limit = request.get("limit", int)
+        end = before.st_size if limit is None else limit
+        if not 0 <= offset <= end <= before.st_size:
+            raise AgentError("pull.changed", f"{path} is shorter than it was", path=path)
         hasher = _hash(request, file, offset)
         place = offset
-        while place < before.st_size:
-            data = os.pread(file, min(PIECE, before.st_size - place), place)
+        while place < end:
+            data = os.pread(file, min(PIECE, end - place), place)
             if not data:
                 break
             hasher.update(data)
             request.send({"offset": place}, data)
             place += len(data)
         after = os.fstat(file)
-        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        if limit is not None:
+            # A log that grows is no change of what was asked for.
+            changed = after.st_size < end
+        else:
+            was = (before.st_size, before.st_mtime_ns)
+            changed = (after.st_size, after.st_mtime_ns) != was
+        if changed:
             raise AgentError("pull.changed", f"{path} changed while it was read", path=path)
     finally:
         os.close(file)
     return {
-        "size": before.st_size,
+        "size": end,
         "sha256": hasher.hexdigest(),
         "mtime_ns": before.st_mtime_ns,
         "mode": stat.S_IMODE(before.st_mode),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import re
 import sys
 import threading
@@ -57,6 +57,7 @@ def follow_runs(
     prefixes = _prefixes(refs)
     lock = threading.Lock()
     codes: list[int] = []
+    unread = threading.Event()
 
     def one(ref: RunRef, prefix: str) -> None:
         follower = Follower(
@@ -86,6 +87,8 @@ def follow_runs(
             with lock:
                 output.fail(error, as_json=as_json)
                 codes.append(error.exit_code)
+        except BrokenPipeError:
+            unread.set()
 
     threads = [
         threading.Thread(target=guarded, args=pair, daemon=True)
@@ -93,8 +96,10 @@ def follow_runs(
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        if unread.wait(0.2):
+            # As with one run: nobody reads on (`| head`), and a quiet run would never find out.
+            raise BrokenPipeError(errno.EPIPE, "the output is closed")
     return max(codes)
 
 
@@ -133,11 +138,14 @@ def _writer(
 
     def as_lines(follower: Follower, piece: Piece) -> None:
         place = {"run_id": follower.run_id, "host": ref.target.host.name, "ct": ref.target.ct}
-        for line in piece.data.splitlines():
-            if grep is None or grep.search(line):
-                text = line.decode(errors="replace")
-                body = {"metrics": json.loads(text)} if metrics else {"line": text}
-                output.emit({**place, **body})
+        text = piece.data.decode(errors="replace")
+        if metrics:
+            for step in read_steps(text):
+                output.emit({**place, "metrics": step.model_dump()})
+            return
+        for line in text.splitlines():
+            if grep is None or grep.search(line.encode()):
+                output.emit({**place, "line": line})
 
     def as_steps(follower: Follower, piece: Piece) -> None:
         steps = read_steps(piece.data.decode(errors="replace"))

@@ -138,6 +138,18 @@ def test_a_pull_that_is_cut_goes_on_where_it_was(
     assert proxied.traffic()["down"] - before < 3_000_000 + at + 400_000
 
 
+def test_a_run_that_writes_all_the_time_is_pulled_all_the_same(
+    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+) -> None:
+    words = ("launch", "lab-201", "--", "sh", "-c", "while :; do seq 1000; sleep 0.01; done")
+    run_id = cli.json(*words, cwd=code)["run_id"]
+    for _ in range(3):
+        cli("pull", run_id, "--to", tmp_path / "out", code=0)
+    got = (tmp_path / "out/train.log").read_bytes()
+    there = lab.files(201) / f"workspace/dflashctl/runs/{run_id}/train.log"
+    assert got and there.read_bytes().startswith(got)
+
+
 # Commands
 
 
