@@ -1,6 +1,7 @@
-#!/bin/sh -eu
+#!/bin/sh
 # Installs what the loopback lab and its interpreter need from the system, if anything is missing.
 # Prints nothing when all is there. Keep the list in step with orchestrator/lab/requirements.py.
+set -eu
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 missing=
 need() { # program package

@@ -93,7 +93,7 @@ sub become_container {
     close $pid_out;
     exit 1 if !defined readline $go_in;
     $ENV{PATH} = '/usr/sbin:/usr/bin:/sbin:/bin';
-    exec '/bin/setsid', '/bin/sh', '-eu', '/usr/lib/dflashctl-lab/ct-start', "$folder/spec", "$folder/boot_id";
+    exec '/bin/setsid', '/bin/sh', '/usr/lib/dflashctl-lab/ct-start', "$folder/spec", "$folder/boot_id";
     exit 1;
 }
 
