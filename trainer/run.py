@@ -191,6 +191,9 @@ def prepare_run(resolved: Resolved) -> Run:
             say(note)
         data = make_data(resolved, targets, folder)
         say(plan.table())
+    elif place is not None and place.leads_node and RUN_DIR_VARIABLE in os.environ:
+        # The supervisor gives every node a folder of its own, where nobody else makes the data.
+        data = make_data(resolved, targets, folder)
     else:
         data = wait_for_data(resolved, folder)
     writer.event("data", fingerprint=data.fingerprint, key=digest(data.fingerprint))

@@ -70,6 +70,11 @@ class Place:
         return self.rank == self.targets
 
     @property
+    def leads_node(self) -> bool:
+        """The first drafter of its node."""
+        return self.local_rank == self.targets
+
+    @property
     def name(self) -> str:
         role = "target" if self.is_target else "drafter"
         return (
