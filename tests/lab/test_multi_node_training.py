@@ -16,7 +16,7 @@ from trainer.telemetry import read_steps
 pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parents[1] / "trainer"))
 
-from tiny_target import run_config, save_target, write_chats  # noqa: E402
+from tiny_target import run_config, save_target, write_chats
 
 pytestmark = [pytest.mark.lab, pytest.mark.torch, pytest.mark.slow]
 STEPS = 12
