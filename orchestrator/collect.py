@@ -82,6 +82,7 @@ def _ask_container(channel: AgentChannel, ref: RunRef, found: Collected) -> None
     found.summary = summary
     run = {"run_id": summary.run_id}
     found.probes["run_state"] = summary.state
+    found.probes["run_started"] = summary.created
     names = [name for name in CONTAINER_PROBES if summary.is_over or name not in SLOW]
     looks = channel.request("probe", names=names, python=python, **run)
     log = channel.request("tail", files=[RunPaths("").log], lines=LINES, follow=False, **run)

@@ -111,10 +111,12 @@ def container_of(pid: int) -> int | None:
 
 def _files_of(group: str, name: str, old: str) -> str | None:
     controllers, path = group.split(":", 1)
+    # A group of version 1 first by its own controller: beside it, a hybrid's unified group says
+    # "frozen 0" of a container that the freezer holds.
     for candidate in (
+        f"/sys/fs/cgroup/{controllers}{path}/{old}",
         f"/sys/fs/cgroup{path}/{name}",
         f"/sys/fs/cgroup/unified{path}/{name}",
-        f"/sys/fs/cgroup/{controllers}{path}/{old}",
     ):
         if os.path.isfile(candidate):
             return candidate
@@ -164,7 +166,7 @@ def looks(scene: Scene) -> dict[str, Callable[[], Any]]:
 
     return {
         "date": lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "host_dmesg": lambda: last_lines(command(["dmesg"], limit), _KERNEL_LINES),
+        "host_dmesg": lambda: last_lines(kernel_log(limit), _KERNEL_LINES),
         "host_nvidia_smi_L": run("nvidia-smi -L"),
         "host_compute_apps": lambda: compute_applications(limit),
         "host_cgroup": lambda: compute_groups(limit),
@@ -183,6 +185,14 @@ def looks(scene: Scene) -> dict[str, Callable[[], Any]]:
         "systemctl_host": lambda: _failed_units(limit),
         "cgroup_events": lambda: _cgroup_events(scene),
     }
+
+
+def kernel_log(limit_s: float) -> str:
+    """With dates where dmesg can: a line from before the run is no cause of its end."""
+    try:
+        return command(["dmesg", "--time-format", "iso"], limit_s, check=True)
+    except Failed:
+        return command(["dmesg"], limit_s)
 
 
 def last_lines(text: str, count: int) -> str:
@@ -284,8 +294,9 @@ def _failed_units(limit: float) -> str:
 
 def _cgroup_events(scene: Scene) -> str:
     number = _ct(scene)
-    for group in running().get(number, []):
-        path = _files_of(group, "cgroup.events", "freezer.state")
-        if path is not None:
-            return f"{path}: {' '.join(text_of(path).split())}"
-    raise Failed(f"no process of container {number}")
+    paths = {
+        _files_of(group, "cgroup.events", "freezer.state") for group in running().get(number, [])
+    }
+    if not paths:
+        raise Failed(f"no process of container {number}")
+    return "\n".join(f"{p}: {' '.join(text_of(p).split())}" for p in sorted(filter(None, paths)))

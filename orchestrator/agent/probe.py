@@ -29,7 +29,7 @@ COMMANDS = {
     "free": "free -h",
     "nproc": "nproc",
     "ip_addr": "ip -o addr",
-    "dmesg": "dmesg",
+    "dmesg": "dmesg --time-format iso",
 }
 FILES = {
     "proc_driver": "/proc/driver/nvidia/version",

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from orchestrator.diag.probes import Probe, Probes
 from orchestrator.diag.text import Line, read_lines
 from orchestrator.diag.tracebacks import Failure
 
+_DATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{6}[+-]\d\d:\d\d")
 _SYSTEM = re.compile(r"journal|syslog|messages|dmesg|kern|^auth_?log")
 
 
@@ -93,6 +95,8 @@ class Evidence:
                 key = hit.line.source.removeprefix("probe:")
                 if _SYSTEM.search(key) and not system:
                     continue
+                if system and not self.current(hit.line):
+                    continue
                 if named and not re.search(named, key):
                     continue
             done = self.outcome.done_line
@@ -120,6 +124,18 @@ class Evidence:
             and f.name != "ChildFailedError"
             and (done is None or f.line.source != "log" or f.first < done)
         ]
+
+    def current(self, line: Line) -> bool:
+        """Not a kernel's or journal's line that is dated before the run began.
+
+        Dates with an offset (``dmesg --time-format iso``) are compared with probe ``run_started``
+        (seconds since the epoch); where either is missing every line counts.
+        """
+        started = self.probes.started
+        match = _DATED.match(line.raw) if started is not None else None
+        if match is None or started is None:
+            return True
+        return datetime.fromisoformat(match[0].replace(",", ".")).timestamp() >= started - 5
 
     def raised(self, type_: str, message: str = "") -> list[Failure]:
         """Errors whose type's last part matches ``type_`` wholly and whose message has

@@ -145,6 +145,15 @@ class Probes:
         return verdict
 
     @cached_property
+    def started(self) -> float | None:
+        """When the run was launched, in seconds since the epoch."""
+        for probe in self.named(r"^run_started$"):
+            if isinstance(probe.value, (int, float)):
+                return float(probe.value)
+            return parse_time(probe.text)
+        return None
+
+    @cached_property
     def now(self) -> float | None:
         return self._time(r"^(?:now|date|ct_date|clock|time)$|^date|_now$")
 

@@ -99,8 +99,10 @@ def explains(cause: Finding, effect: Finding) -> bool:
         # A warning may explain a fatal end (an unfused kernel before an out-of-memory), a remark
         # may not.
         return False
-    if cause.code == "code.error" and (
-        set(cause.evidence) & set(effect.evidence) or cause.position > effect.position > 0
+    if (
+        cause.code == "code.error"
+        and effect.code != "exit.masked"
+        and (set(cause.evidence) & set(effect.evidence) or cause.position > effect.position > 0)
     ):
         return False  # the same exception, or one after it
     if (cause.code, effect.code) == ("run.killed", "code.error"):

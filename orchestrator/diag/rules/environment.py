@@ -100,6 +100,7 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         for h in e.search(
             r"^(?:/\S+/)?python[\d.]*: No module named (\S+)",
             r"^ImportError: [^\n]*requires the (\S+) (?:library|package)",
+            r"only (python3-minimal) is there|Python has no standard library",
         )
     ]
     if not hits:

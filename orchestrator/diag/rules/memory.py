@@ -63,7 +63,8 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
         record is not None
         and (record.signal == 9 or 137 in (record.code, record.shell, *record.pipe))
     )
-    if record is not None and record.code is not None and not by_kill and not said:
+    ended = record is not None and (record.code is not None or record.signal not in (None, 9))
+    if ended and not by_kill and not said:
         return  # it ended by a code of its own: these kills are somebody else's or long past
     if counters and not _full_story(counters, kernel, by_kill, e):
         counters = []
@@ -230,8 +231,11 @@ def oversubscribed(e: Evidence) -> Iterator[Finding]:
     slow = e.search(
         r"(?i)\b(?:data(?:loader| time| wait)?|loader)\b.{0,40}\b(?:slow|starv|behind|wait)"
     )
-    threads = e.search(r"OMP_NUM_THREADS ?[=:] ?\d+|MKL_NUM_THREADS", quiet=True)
-    if not hits and not (busy and (warned or slow or threads or _slow_data(e) or e.series)):
+    # A high load alone may be a neighbour's: something of this run's own must fit it.
+    own = bool(warned or slow or _threads_asked(e) > cores > 0 or _slow_data(e)) or any(
+        "throttled" in li.text for li in busy
+    )
+    if not hits and not (busy and own):
         return
     where = [p.lines[0] for p in e.probes.named(r"nproc|cpuset|cores") if p.lines]
     yield e.found(
@@ -247,6 +251,13 @@ def oversubscribed(e: Evidence) -> Iterator[Finding]:
         confidence=0.9 if hits else 0.8,
         lasting=not hits,
     )
+
+
+def _threads_asked(e: Evidence) -> int:
+    """Of OMP_NUM_THREADS, in all ranks."""
+    asked = [int(h[1]) for h in e.search(r"OMP_NUM_THREADS ?[=:] ?(\d+)", quiet=True)]
+    ranks = [int(h[1]) for h in e.search(r"\b(\d+) (?:ranks|processes)\b", quiet=True)]
+    return max(asked, default=0) * max([1, *ranks])
 
 
 def _slow_data(e: Evidence) -> bool:

@@ -154,7 +154,9 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         )
     ]
     spoke = [li for li in e.lines if not _bookkeeping(li)]
-    empty = not spoke and not e.errors and bool(e.probes)
+    # A container that was not reached shows no log either: then nothing is known of the start.
+    asked = bool(e.probes.named(r"run_state|exit|tmux|^ps|pane|session")) or not e.probes
+    empty = not spoke and not e.errors and asked and bool(e.probes)
     if not (words or prompt or silent or empty):
         return
     if not (words or prompt) and e.errors:
@@ -345,10 +347,13 @@ def _tmux(hit: Hit) -> bool:
     return "tmux" in hit.line.text or "tmux" in hit.line.source or "server" in hit.line.text
 
 
+_SERVER = re.compile(r"(?m)(?:\d:\d\d|^\s*\d+\s.*?)\s+(?:/\S*/)?tmux(?:: server)?(?:\s|$)")
+
+
 def _server_gone(e: Evidence) -> bool:
     """A whole process list (it has PID 1) without a tmux server in it."""
     return any(
-        re.search(r"^\s*1\s", probe.text, re.MULTILINE) and "tmux" not in probe.text
+        re.search(r"^\s*1\s", probe.text, re.MULTILINE) and not _SERVER.search(probe.text)
         for probe in e.probes.named(r"^(?:ct_)?(?:ps|proc)")
     )
 
