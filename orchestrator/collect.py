@@ -104,7 +104,9 @@ def _ask_container(channel: AgentChannel, ref: RunRef, found: Collected) -> None
             found.probes[name] = text
     found.probes.update(_values(looks.result()))
     if stacks is not None:
-        found.probes["stacks"] = _stacks(stacks.result())
+        # Twice: what stands in the same place both times is what hangs.
+        found.probes["stacks_1"] = _stacks(stacks.result())
+        found.probes["stacks_2"] = _stacks(channel.request("stacks", python=python, **run).result())
     before = (summary.model_extra or {}).get("predecessor")
     if before:
         _compare(channel, str(before), found)

@@ -121,13 +121,18 @@ def fx_race(e: Evidence) -> Iterator[Finding]:
         return
     if companions and not flag and not threads and not custom and not guards:
         return
-    eager = e.search(*EAGER)
     many = sum(1 for _ in flag)
     yield e.found(
         "compile.fx_race",
         "several threads traced at once: a compiled call met torch's global FX-tracing flag"
         + (f" ({many} times)" if many > 1 else ""),
-        [*flag[:3], *companions[:2], *guards[:1], *custom[:1], *events[:1], *eager[:1]],
+        [
+            *flag[:3],
+            *companions[:2],
+            *guards[:1],
+            *custom[:1],
+            *events[:1],
+        ],
         "every compiled call under one lock, torch's own: with "
         "torch._dynamo.convert_frame.compile_lock:\n"
         "one code object per drafter thread; torch.autograd.set_multithreading_enabled(False) "

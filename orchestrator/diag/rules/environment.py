@@ -279,7 +279,7 @@ def command_path(e: Evidence) -> Iterator[Finding]:
     ]
     hits = [h for h in hits if not _ignored(e, h)]
     log = [h for h in hits if h.line.source == "log"]
-    if not log or e.series:
+    if not log or e.progress:
         return
     name = log[-1].match[log[-1].match.lastindex or 0]
     where = e.probes.search(rf"/\S+/{re.escape(name)}\b|/\S*venv\S*/bin/python") if name else []

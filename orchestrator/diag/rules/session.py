@@ -60,7 +60,7 @@ def tmux_missing(e: Evidence) -> Iterator[Finding]:
     """A shell's ``tmux: command not found``, lxc-attach's ``Failed to exec "tmux"``, libtmux's
     ``TmuxCommandNotFound``, or ``which`` in a container that has none."""
     hits = e.search(*TMUX_MISSING)
-    if hits and not e.series:
+    if hits and not e.progress:
         yield e.found(
             "tmux.missing",
             "the container has no tmux",
@@ -139,7 +139,9 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
 def not_started(e: Evidence) -> Iterator[Finding]:
     """A session without a trainer: it waits at a prompt, the script is absent or not executable,
     tmux had a session of that name, or it ended at once without a word."""
-    if e.series or (e.outcome.state == "finished" and any(not _bookkeeping(li) for li in e.lines)):
+    if e.progress or (
+        e.outcome.state == "finished" and any(not _bookkeeping(li) for li in e.lines)
+    ):
         return
     words = [h for h in e.search(*NEVER) if not e.recovered(h.line)]
     prompt = [li for li, _ in e.probes.search(PROMPT)]

@@ -1,0 +1,134 @@
+"""What a live run adds to the log: the trainer's records, dated kernel lines, the run's state."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from orchestrator.diag import Evidence, Report, diagnose
+
+FX = (
+    "Detected that you are using FX to symbolically trace a dynamo-optimized function. "
+    "This is not supported at the moment."
+)
+START = 1_788_249_600.0  # 2026-09-01T08:00:00Z
+
+
+def metrics(count: int, **values: Any) -> list[str]:
+    made = []
+    for i in range(count):
+        record = {"time": START + i * 6, "step": i * 10 + 10, "steps": 9400, "loss": 8 - i * 0.01}
+        record |= {k: v(i) if callable(v) else v for k, v in values.items()}
+        made.append(json.dumps(record))
+    return made
+
+
+def report(log: str = "", **probes: Any) -> Report:
+    return diagnose(Evidence.from_text(log, probes))
+
+
+def roots(found: Report) -> list[str]:
+    return [f.code for f in found.findings if f.severity != "info"]
+
+
+def test_the_storys_night_is_named_by_its_cause() -> None:
+    """20 → 4.6 Ktok/s: the race is the cause, the unfused kernel and the rate are its effects."""
+    log = (
+        "flex_attention called without torch.compile() - this will use an unfused implementation "
+        "that materializes the full scores matrix instead of generating a fused kernel.\n"
+        f"[drafter-1] step retried: RuntimeError: {FX}\n"
+        f"[drafter-2] step retried: RuntimeError: {FX}\n"
+    )
+    rate = metrics(80, tokens_per_s=lambda i: 20_000.0 if i < 20 else 4_600.0)
+
+    found = report(log, run_state="training", metrics="\n".join(rate))
+
+    assert roots(found) == ["compile.fx_race"]
+    effects = {c.code for c in found.findings[0].consequences}
+    assert {"compile.eager_fallback", "throughput.collapse"} <= effects
+
+
+def test_a_collapse_in_the_records_alone() -> None:
+    rate = metrics(80, tokens_per_s=lambda i: 20_000.0 if i < 20 else 4_600.0)
+
+    (finding,) = report(run_state="training", metrics="\n".join(rate)).findings
+
+    assert finding.code == "throughput.collapse"
+    assert "4.6k tok/s, 23% of this run's best 20.0k" in finding.title
+
+
+def test_recompiles_that_never_end() -> None:
+    grown = metrics(40, tokens_per_s=15_000.0, recompiles=lambda i: i * 3)
+
+    assert roots(report(run_state="training", metrics="\n".join(grown))) == [
+        "compile.recompile_storm"
+    ]
+
+
+def test_recompiles_of_the_warm_up_are_healthy() -> None:
+    calm = metrics(40, tokens_per_s=15_000.0, recompiles=lambda i: min(i, 2))
+
+    assert report(run_state="training", metrics="\n".join(calm)).healthy
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "code"),
+    [
+        (0.02, 0.6, ["throughput.starved"]),
+        (0.6, 0.02, ["throughput.backpressure"]),
+        (0.05, 0.08, []),
+    ],
+)
+def test_who_waits(target: float, drafter: float, code: list[str]) -> None:
+    idle = metrics(30, tokens_per_s=15_000.0, target_idle=target, drafter_idle=drafter)
+
+    assert roots(report(run_state="training", metrics="\n".join(idle))) == code
+
+
+def test_the_predecessor_is_a_measure() -> None:
+    slow = "\n".join(metrics(30, tokens_per_s=5_000.0))
+
+    found = report(run_state="training", metrics=slow, predecessor={"run": "r", "tok_s": 15_400.0})
+
+    assert roots(found) == ["throughput.collapse"]
+    assert report(metrics=slow, predecessor={"run": "r", "tok_s": 5_200.0}).healthy
+
+
+KILL = "{date} Memory cgroup out of memory: Killed process 881 (python3) total-vm:9123kB"
+
+
+@pytest.mark.parametrize(
+    ("date", "code"),
+    [
+        ("2026-09-01T10:05:00,000000+02:00", "mem.oom_killed"),  # five minutes into the run
+        ("2026-09-01T07:05:00,000000+00:00", "run.killed"),  # an hour before it
+        ("[ 5420.545796]", "mem.oom_killed"),  # nobody knows when
+    ],
+)
+def test_a_kernels_line_from_before_the_run_is_no_cause(date: str, code: str) -> None:
+    found = report(
+        "step 1/9 | loss 8.1 | 15.1k tok/s\nKilled\n",
+        run_started=START,
+        host_dmesg=KILL.format(date=date),
+        exit_record={"exit_code": None, "signal": 9},
+    )
+
+    assert roots(found) == [code]
+
+
+def test_a_container_that_was_not_reached_says_nothing_of_its_start() -> None:
+    found = report(
+        ct=300,
+        pct="the agent did not start within 30 s",
+        cgroup_events="/sys/fs/cgroup/freezer/lxc/300/freezer.state: FROZEN",
+    )
+
+    assert roots(found) == ["ct.frozen"]
+
+
+def test_a_busy_neighbour_is_no_alarm() -> None:
+    log = "\n".join(f"step {i}/400 | loss {8 - i / 50} | 15.1k tok/s" for i in range(30))
+
+    assert report(log, run_state="training", nproc="2", loadavg="9.10 8.90 8.20 3/900 12").healthy
