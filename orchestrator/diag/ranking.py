@@ -92,6 +92,11 @@ SHALLOW = re.compile(
 
 def explains(cause: Finding, effect: Finding) -> bool:
     """``effect`` may follow from ``cause``."""
+    says_what = cause.code not in ("code.error", "exit.masked", "unknown")
+    if effect.code == "code.error" and says_what and set(cause.evidence) & set(effect.evidence):
+        return True  # one exception: the code that says what it was leads
+    if (cause.code, effect.code) == ("run.killed", "code.error"):
+        return False
     pattern = EFFECT_OF.get(effect.code)
     if pattern is None or cause.code == effect.code or not re.match(f"(?:{pattern})", cause.code):
         return False
@@ -105,8 +110,6 @@ def explains(cause: Finding, effect: Finding) -> bool:
         and (set(cause.evidence) & set(effect.evidence) or cause.position > effect.position > 0)
     ):
         return False  # the same exception, or one after it
-    if (cause.code, effect.code) == ("run.killed", "code.error"):
-        return bool(set(cause.evidence) & set(effect.evidence))  # one line that tells of both
     if cause.code == "run.interrupted" and cause.position > effect.position:
         return False
     if cause.position and effect.position and cause.position > effect.position + 40:
