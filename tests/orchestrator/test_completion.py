@@ -87,8 +87,7 @@ def home(tmp_path: Path) -> Path:
     laptop = LaptopPaths({"HOME": str(tmp_path)})
     laptop.config.mkdir(parents=True)
     laptop.inventory.write_text(
-        "hosts: {pve1: {}}\n"
-        "containers: {train-a: {host: pve1, ct: 200, groups: [night]}}\n"
+        "hosts: {pve1: {}}\ncontainers: {train-a: {host: pve1, ct: 200, groups: [night]}}\n"
     )
     laptop.runs.mkdir(parents=True)
     (laptop.runs / f"{RUN}.json").write_text("{}")
