@@ -187,8 +187,10 @@ def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
     stop = frozenset(stop_tokens(run.resolved.tokenizer, model.generation_config))
     limits = Limits(evaluation.max_new_tokens, stop, evaluation.temperature)
     if evaluation.compare_untrained:
+        # It accepts nothing, so a few tokens say so.
+        few = Limits(min(32, evaluation.max_new_tokens), stop, evaluation.temperature)
         pairs = evaluate_prompts(
-            model, drafter, frozen, prompts[:4], limits, run.config.seed, say, "untrained"
+            model, drafter, frozen, prompts[:2], few, run.config.seed, say, "untrained"
         )
         untrained = summarize(pairs, drafter.config.block_size, limits, run.config.seed)
         summary["untrained_tau"] = untrained["tau"]
