@@ -17,7 +17,7 @@ from tiny_job import make_drafter, tiny_job, tiny_plan  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 from trainer.pipeline.inline import InlineExecutor  # noqa: E402
 from trainer.pipeline.place import Deal, Place  # noqa: E402
-from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor  # noqa: E402
+from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor, lost_peer  # noqa: E402
 from trainer.pipeline.reduce import fingerprint  # noqa: E402
 from trainer.pipeline.stages import Sums  # noqa: E402
 from trainer.pipeline.threads import ThreadsExecutor  # noqa: E402
@@ -82,6 +82,13 @@ def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, "4")
     with pytest.raises(ConfigError, match="4 processes a node; the plan has 2 targets and 1 draft"):
         Place.from_environment(tiny_plan(2, 1, 4))
+
+
+def test_a_lost_connection_is_told_from_a_fault_of_ones_own() -> None:
+    assert lost_peer(RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:1"))
+    assert lost_peer(RuntimeError("Timed out waiting 30000ms for recv operation to complete"))
+    assert not lost_peer(RuntimeError("CUDA out of memory"))
+    assert not lost_peer(ValueError("Connection"))
 
 
 # -- four processes -------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from trainer.pipeline.gauge import Gauge, Usage
 from trainer.pipeline.place import Deal, Place
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import compare_fingerprints, fingerprint
-from trainer.pipeline.stages import DrafterStage, Job, StepResult, TargetStage
+from trainer.pipeline.stages import SCALARS, DrafterStage, Job, StepResult, TargetStage
 
 FAILURE_KEY = "first-failure"
 BUFFERS = 2
@@ -167,6 +167,11 @@ class ProcessesExecutor:
         except Exception as error:
             self._healthy = False
             first = self._report(error)
+            if first is None:
+                raise PeerFailedError(
+                    f"a rank went away or hangs, and left no reason; seen here as: {_line(error)}",
+                    next_step="torchrun's summary names the rank that ended first and its signal",
+                ) from error
             if first["rank"] == self.place.rank:
                 raise
             raise PeerFailedError(
@@ -175,24 +180,39 @@ class ProcessesExecutor:
                 next_step="mend that; this rank only lost its peer",
             ) from error
 
-    def _report(self, error: Exception) -> dict[str, Any]:
-        text = (str(error).strip().splitlines() or [""])[0]
+    def _report(self, error: Exception) -> dict[str, Any] | None:
+        """The first failure of the job, this one if none came before; null if this rank only lost a
+        peer that left no reason (a killed one cannot)."""
         mine = {
             "rank": self.place.rank,
             "stage": self.place.name,
-            "error": f"{type(error).__name__}: {text}",
+            "error": _line(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
-        lost_peer = isinstance(error, dist.DistError) or "onnection" in text or "Timed" in text
         try:
-            if lost_peer and not self.store.check([FAILURE_KEY]):
-                # The one that caused it may still be writing; a killed one never will.
-                time.sleep(1.0)
-            found = json.loads(self.store.compare_set(FAILURE_KEY, "", json.dumps(mine)))
-        except (RuntimeError, ValueError):
+            if lost_peer(error):
+                if not self.store.check([FAILURE_KEY]):
+                    # The one that caused it may still be writing.
+                    time.sleep(1.0)
+                if not self.store.check([FAILURE_KEY]):
+                    return None
+            return dict(json.loads(self.store.compare_set(FAILURE_KEY, "", json.dumps(mine))))
+        except RuntimeError:
             # The store went with the machine that held it: this rank's own error must do.
             return mine
-        return dict(found)
+
+
+def lost_peer(error: Exception) -> bool:
+    """Gloo and NCCL raise RuntimeErrors that only their text tells apart."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return isinstance(error, dist.DistError) or "onnection" in text or "imed out" in text
+
+
+def _line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"
 
 
 class Round:
@@ -268,7 +288,7 @@ class _TargetPart:
                 batch = batch.pin_memory()
             self._send(batch, self.place.drafter_rank(drafter))
         # The sums are the drafters' to know; this rank reports nothing.
-        return StepResult(index, torch.zeros(4), torch.zeros(()), tokens)
+        return StepResult(index, torch.zeros(SCALARS), torch.zeros(()), tokens)
 
     def _send(self, batch: Any, rank: int) -> None:
         if len(self._sends) == len(self.buffers):
