@@ -5,7 +5,9 @@ Nothing here fails because a machine is ill: what could not be read is itself ev
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
     log.touch()
     if ref.target.ct is not None:
         found.probes["ct"] = ref.target.ct
+    if (launched := launch_time(ref.run_id or "")) is not None:
+        found.probes["run_started"] = launched
     host: dict[str, Any] = {}
     beside = threading.Thread(target=_ask_host, args=(fleet, ref, host), daemon=True)
     beside.start()
@@ -65,6 +69,18 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
     # A copy: a host that is late may still be adding to its own.
     found.probes.update(dict(host))
     return found
+
+
+def launch_time(run_id: str) -> float | None:
+    """Of the stamp in a run's id, which is this laptop's local time; the container, if it answers,
+    says it better."""
+    match = re.search(r"-(\d{8}-\d{6})-[0-9a-f]+$", run_id)
+    if match is None:
+        return None
+    try:
+        return time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
+    except ValueError:
+        return None
 
 
 def raw(error: DflashctlError) -> str:
