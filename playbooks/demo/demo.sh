@@ -28,4 +28,4 @@ run dflashctl status
 run dflashctl diag
 mkdir -p "$out"
 run dflashctl pull --to "$out"
-python "$here/verdict.py" "$out" "$DEMO_MIN_TAU"
+python3 "$here/verdict.py" "$out" "$DEMO_MIN_TAU"
