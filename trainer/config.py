@@ -130,6 +130,9 @@ class DataConfig(_Section):
     """Tokens a row; several documents share a row, a longer one is cut."""
     anchors: int = Field(512, ge=1)
     """Blocks a row, shared out among its documents."""
+    supervise: Literal["responses", "everything"] = "responses"
+    """``everything``: blocks start in prompts too. Their text is not the target's, but where data
+    is scarce it teaches more than it misleads."""
     held_out: float = Field(0.05, ge=0, lt=1)
     """Share of the prompts that is never trained on, chosen by the prompt's hash."""
     cache_features: bool = False

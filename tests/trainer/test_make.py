@@ -179,6 +179,17 @@ def test_features_kept_while_writing_are_those_of_a_pass_of_its_own(
         torch.testing.assert_close(rows[:-1], wanted[:-1])
 
 
+def test_prompts_may_be_supervised_too_but_not_the_templates_opening(tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats.jsonl", 3)
+    tree = run_config(tmp_path, data={"held_out": 0.0, "supervise": "everything"})
+    config = parse_config(tree, source="t", base=tmp_path)
+    tokenizer = make_tokenizer()
+    found = prepare(config, tmp_path / "d", tokenizer, lambda: None, lambda _: None)
+    for index in range(len(found.train)):
+        sample = found.train[index]
+        assert tokenizer.decode(sample.tokens[~sample.supervised]) == "<s>user\n"
+
+
 def test_labels_may_be_the_targets_first_choice_given_the_text_before(tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", 6)
     model, tokenizer = make_model("llama"), make_tokenizer()

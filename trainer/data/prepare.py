@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class _Sample:
 def data_key(config: TrainConfig) -> str:
     """What prepared data depends on."""
     data = config.data.model_dump(
-        mode="json", include={"files", "make", "held_out", "sequence_length"}
+        mode="json", include={"files", "make", "held_out", "sequence_length", "supervise"}
     )
     target = config.target.model_dump(mode="json", include={"model", "chat_template"})
     labels = config.objective.labels
@@ -132,6 +132,8 @@ def prepare(
         rejected += bad
         samples += [_from_response(item) for item in maker.responses(prompts)]
         asked |= {prompt.key: prompt.messages for prompt in prompts}
+    if config.data.supervise == "everything":
+        samples = supervise_everything(samples, ChatTemplate(tokenizer))
     usable = _usable(samples, rejected, config.data.sequence_length)
     if config.objective.labels == "target":
         relabel(usable, model(), say)
@@ -207,6 +209,17 @@ def _usable(samples: list[_Sample], rejected: list[Rejection], length: int) -> l
             next_step="`python -m trainer data check CONFIG` shows each rejected line",
         )
     return kept
+
+
+def supervise_everything(samples: list[_Sample], template: ChatTemplate) -> list[_Sample]:
+    """Every token but the template's opening, which is the same in all samples."""
+    opening = template.opening_length()
+    changed = []
+    for sample in samples:
+        mask = np.arange(len(sample.encoded.tokens)) >= opening
+        encoded = Encoded(sample.encoded.tokens, mask | sample.encoded.supervised)
+        changed.append(replace(sample, encoded=encoded))
+    return changed
 
 
 def relabel(samples: list[_Sample], model: Any, say: Say) -> None:

@@ -56,6 +56,10 @@ class ChatTemplate:
             raise DataError("the chat template does not show the user's words as they are")
         return before, after
 
+    def opening_length(self) -> int:
+        """Tokens before the first user's words, in a conversation without a system message."""
+        return len(self._tokens(self.user_frame()[0]))
+
     def _by_markers(self, messages: Messages) -> Encoded:
         made = self.tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
