@@ -58,6 +58,8 @@ class DrafterOptions(_Section):
     layer_types: list[LayerType] | None = None
     sliding_window: int | None = Field(None, ge=1)
     initializer_range: float | None = Field(None, gt=0)
+    start: Literal["random", "target"] = "random"
+    """``target``: layers begin as copies of the target's last ones (``trainer/warm_start.py``)."""
     dflash2: Dflash2Config | None = None
     """``{}`` turns DFlash2 on with its released defaults."""
 
@@ -65,7 +67,7 @@ class DrafterOptions(_Section):
         """The fields that were stated, for ``DrafterConfig.for_target``."""
         return {
             name: value
-            for name, value in self.model_dump(exclude={"mask_token_id"}).items()
+            for name, value in self.model_dump(exclude={"mask_token_id", "start"}).items()
             if value is not None
         }
 

@@ -179,6 +179,8 @@ def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
     model = run.targets.model(device)
     frozen = run.targets.frozen(device, model.dtype)
     drafter = new_drafter(run.resolved.drafter, run.config.seed, frozen.head)
+    if run.config.drafter.start == "target":
+        run.start(drafter)
     drafter.to(device, model.dtype)
     room = run.resolved.drafter.max_position_embeddings - evaluation.max_new_tokens
     template = ChatTemplate(run.resolved.tokenizer)

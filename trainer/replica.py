@@ -52,15 +52,20 @@ class DrafterReplica:
         device: torch.device,
         *,
         head_loss: HeadLoss,
+        start: Callable[[Drafter], None] | None = None,
         compile_: Compile | None = None,
         backward: Callable[[Tensor], None] = Tensor.backward,
     ) -> None:
-        """``backward``: ``CompileLock.backward`` refuses to run where it could hang."""
+        """``start`` changes the weights that training begins with, on the CPU.
+        ``backward``: ``CompileLock.backward`` refuses to run where it could hang."""
         dtype = compute_dtype(config.optimization.dtype, device)
         self.backward = backward
         self.device = device
         self.dtype = dtype
-        self.drafter = new_drafter(drafter_config, config.seed, frozen.head).to(device)
+        drafter = new_drafter(drafter_config, config.seed, frozen.head)
+        if start is not None:
+            start(drafter)
+        self.drafter = drafter.to(device)
         if config.optimization.fp8 == "head+mlp" and device.type == "cuda":
             self.drafter.use_fp8()
         self.optimizer = MasterAdamW(self.drafter, config.optimization, steps, dtype)

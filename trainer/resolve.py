@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
 
 from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig, text_config
+from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
 from trainer.target import load_hf_config, load_tokenizer
+from trainer.warm_start import check_start
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ def resolve(config: TrainConfig) -> Resolved:
             " tokens of a row",
             next_step="lower data.anchors",
         )
+    if config.drafter.start == "target":
+        with torch.device("meta"):
+            check_start(Drafter(drafter), AutoModelForCausalLM.from_config(text))
     return Resolved(config, target, tokenizer, drafter, notes)
 
 

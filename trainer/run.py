@@ -21,6 +21,7 @@ from trainer.data.features import NONE
 from trainer.data.pack import PackedBatches
 from trainer.data.prepare import Prepared, feature_file, load_prepared, prepare
 from trainer.drafter import format as drafter_format
+from trainer.drafter.model import Drafter
 from trainer.feature_cache import CachedTarget, Recall
 from trainer.head_loss import HeadLoss, fast_head_loss
 from trainer.objective import FrozenTarget
@@ -42,6 +43,7 @@ from trainer.target import (
     load_model,
 )
 from trainer.telemetry import RUN_DIR_VARIABLE, RunWriter
+from trainer.warm_start import start_from_target
 
 
 def say(text: str) -> None:
@@ -74,6 +76,12 @@ class Targets:
                 check_taps(model, self.resolved.drafter.target_layer_ids)
                 self._models[device] = model
             return self._models[device]
+
+    def any_model(self) -> Any:
+        """One that is loaded already, else on the CPU."""
+        with self._lock:
+            loaded = next(iter(self._models.values()), None)
+        return loaded if loaded is not None else self.model(torch.device("cpu"))
 
     def frozen(self, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
         """Embedding and head on a device; shared with the target where it lies there already."""
@@ -148,6 +156,10 @@ class Run:
             compile_=self.compile_lock.compile,
             backward=self.compile_lock.backward,
         )
+
+    def start(self, drafter: Drafter) -> None:
+        """The weights that training begins with, under ``drafter.start: target``."""
+        start_from_target(drafter, self.targets.any_model())
 
     def _head_loss(self, device: torch.device, frozen: FrozenTarget) -> HeadLoss:
         sampled = self.config.optimization.head_sample
