@@ -32,12 +32,16 @@ class ContainerPaths:
         self.agent = posixpath.join(self.root, "agent")
         """``<hash>.pyz`` as it came, ``<hash>-<cache tag>.pyz`` compiled for one Python."""
         self.blobs = posixpath.join(self.root, "blobs")
+        """Contents by sha256; a release is made of links to them."""
         self.releases = posixpath.join(self.root, "releases")
+        """Pushed code: a tree, a record and a manifest each."""
         self.runs = posixpath.join(self.root, "runs")
+        """One folder a run."""
         self.lock = posixpath.join(self.root, "lock")
         """flock: held shared while a release is built, exclusively while old ones are pruned."""
 
     def blob(self, digest: str) -> str:
+        """One content."""
         return posixpath.join(self.blobs, digest[:2], digest)
 
     def release(self, release_id: str) -> str:
@@ -49,9 +53,11 @@ class ContainerPaths:
         return posixpath.join(self.releases, f"{release_id}.json")
 
     def release_manifest(self, release_id: str) -> str:
+        """Path, mode and hash of each of its files."""
         return posixpath.join(self.releases, f"{release_id}.manifest")
 
     def run(self, run_id: str) -> RunPaths:
+        """All of one run."""
         return RunPaths(posixpath.join(self.runs, run_id))
 
 
@@ -68,21 +74,31 @@ class RunPaths:
         self.secrets = posixpath.join(root, ".secrets")
         """Read once by the supervisor, then removed."""
         self.dirty_diff = posixpath.join(root, "dirty.diff")
+        """What the pushed work tree had beyond its commit."""
         self.supervisor = posixpath.join(root, "supervisor.json")
+        """Its PID, start time and boot id, the child's, and the tmux session: is the run alive?"""
         self.supervisor_log = posixpath.join(root, "supervisor.log")
         """The supervisor's own words: restarts, lost bytes, signals, its traceback if it fails."""
         self.heartbeat = posixpath.join(root, "heartbeat.json")
+        """Rewritten while the supervisor lives."""
         self.stop = posixpath.join(root, "stop.json")
         """A request to stop: who, when, grace."""
         self.exit = posixpath.join(root, "exit.json")
+        """The end: exit code or signal, reason, time, every attempt. Renamed into place."""
         self.log = posixpath.join(root, "train.log")
+        """All that the command printed."""
         self.log_index = posixpath.join(root, "train.log.index")
         """One line for each second with output: time, inode, offset of the next line."""
         self.metrics = posixpath.join(root, "metrics.jsonl")
+        """The trainer's steps."""
         self.events = posixpath.join(root, "events.jsonl")
+        """What happened to the trainer beside its steps."""
         self.environment = posixpath.join(root, "environment.json")
+        """The Python and CUDA environment that the run began with."""
         self.stacks = posixpath.join(root, "stacks")
+        """Stacks of its threads, as diag took them."""
         self.checkpoints = posixpath.join(root, "checkpoints")
+        """One folder each, whole or not there."""
 
     def rotated_log(self, number: int) -> str:
         """``train.log.1`` is the newest of the rotated ones."""
@@ -95,10 +111,12 @@ class HostPaths(ContainerPaths):
     def __init__(self, workdir: str = HOST_WORKDIR) -> None:
         super().__init__(workdir)
         self.leases = posixpath.join(self.root, "leases")
+        """One file for each claimed GPU: run, who, when."""
         self.audit = posixpath.join(self.root, "audit.log")
         """One JSON line for each changing action: who, when, what, result; 0600."""
 
     def lease(self, gpu_uuid: str) -> str:
+        """One claimed GPU."""
         return posixpath.join(self.leases, f"{gpu_uuid}.json")
 
 
@@ -120,6 +138,7 @@ class LaptopPaths:
             return Path(value) if value.startswith("/") else home / default
 
         self.config = base("XDG_CONFIG_HOME", ".config") / FOLDER
+        """What you write."""
         self.state = base("XDG_STATE_HOME", ".local/state") / FOLDER
         """Mode 0700, files 0600: the newest run, cursors."""
         self.cache = base("XDG_CACHE_HOME", ".cache") / FOLDER
@@ -128,9 +147,13 @@ class LaptopPaths:
         self.inventory = Path(chosen) if chosen else self.config / "inventory.yaml"
         """A file or a folder; ``$DFLASHCTL_INVENTORY`` overrides it."""
         self.inventory_folder = self.config / "inventory.d"
+        """Read beside it; `inventory discover` and the lab write here."""
         self.playbooks = self.config / "playbooks"
+        """Your own; they come before the shipped ones of the same name."""
         self.newest_run = self.state / "newest-run.json"
+        """What verbs without a target mean."""
         self.runs = self.state / "runs"
+        """Where each run that was launched from here lives."""
         self.known_agents = self.cache / "agents.json"
         """Which agent hash each container is believed to hold."""
         self.digests = self.cache / "digests.json"

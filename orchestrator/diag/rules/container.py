@@ -87,7 +87,7 @@ def stopped(e: Evidence) -> Iterator[Finding]:
             [*hits[:3], *(li for li, _ in why[:2])],
             f"pct start {number} && pct status {number}\n"
             f"who stopped it: grep {number} /var/log/pve/tasks/index | tail -5\n"
-            f"then launch again; the newest complete checkpoint is resumed",
+            "then dflashctl play resume: it goes on from the newest complete checkpoint",
             lasting=e.outcome.state not in ("finished", "running"),
         )
 
@@ -195,7 +195,7 @@ def rebooted(e: Evidence) -> Iterator[Finding]:
             at[:4],
             f"why: grep {number} /var/log/pve/tasks/index | tail; journalctl --list-boots |"
             " tail -3\n"
-            f"launch again: the newest complete checkpoint is resumed",
+            "dflashctl play resume goes on from the newest complete checkpoint",
             confidence=0.93,
         )
 

@@ -118,7 +118,7 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         "env.import",
         f"{module or 'a module'} is not installed in the interpreter that ran",
         hits[:3],
-        f"dflashctl env diff; dflashctl env sync\n"
+        "dflashctl env diff GOOD.json NAME; dflashctl env sync NAME --lock GOOD.json\n"
         f"or by hand: {_python(e)} -m pip install "
         f"{module.split('.')[0].replace('_', '-') or 'NAME'}\n"
         f"is it the right interpreter? {_python(e)} -c 'import sys; print(sys.prefix, sys.path)'",
@@ -172,8 +172,8 @@ def versions(e: Evidence) -> Iterator[Finding]:
         "env.version",
         "installed versions do not work together: " + what[:140],
         [*hits[:3], *inner[:2], *(li for li, _ in check[:2]), *lists[:2]],
-        f"{_python(e)} -m pip check; dflashctl env diff\n"
-        "dflashctl env sync   # back to the frozen environment\n"
+        f"{_python(e)} -m pip check; dflashctl env diff GOOD.json NAME\n"
+        "dflashctl env sync NAME --lock GOOD.json   # back to the frozen environment\n"
         "several nvidia-nccl or torch builds at once: uninstall all of them, then install one "
         "torch",
         confidence=0.88,
@@ -243,8 +243,9 @@ def drift(e: Evidence) -> Iterator[Finding]:
         "the environment is not the frozen one: "
         + ", ".join(sorted({li.text.strip() for li in changed})[:4])[:160],
         [*changed[:4], *blamed[:2]],
-        "dflashctl env diff\ndflashctl env sync   # back to the lock file\n"
-        "or accept it after a test: dflashctl env freeze",
+        "dflashctl env diff GOOD.json NAME\n"
+        "dflashctl env sync NAME --lock GOOD.json   # back to the lock file\n"
+        "or accept it after a test: dflashctl env freeze NAME -o GOOD.json",
         confidence=0.92,
     )
 

@@ -73,7 +73,7 @@ def hang(e: Evidence) -> Iterator[Finding]:
         "stacks of every thread, twice: dflashctl diag   (py-spy dump --pid PID, from the host "
         "if need be)\n"
         "what does the odd one wait for: a lock, a queue, a disk (state D), a collective?\n"
-        "then dflashctl stop --force; launch resumes from the newest complete checkpoint",
+        "then dflashctl stop; dflashctl play resume goes on from the newest complete checkpoint",
         confidence=0.88,
         lasting=True,
     )

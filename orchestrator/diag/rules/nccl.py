@@ -92,12 +92,12 @@ def rendezvous(e: Evidence) -> Iterator[Finding]:
     if not hard:
         return
     text = " ".join(h.line.text for h in hard)
-    port = re.search(r"port[: ]+(\d{2,5})|\]?:(\d{4,5})\b|\([^,]+, (\d{4,5})\)", text)
-    number = next((g for g in port.groups() if g), "29500") if port else "29500"
+    named = re.search(r"port[: ]+(\d{2,5})|\]?:(\d{4,5})\b|\([^,]+, (\d{4,5})\)", text)
+    port = next((g for g in named.groups() if g), "29500") if named else "29500"
     in_use = re.search(r"EADDRINUSE|errno: 98|Address already in use|address in use", text)
     missing = re.search(r"(\d+)/(\d+) clients joined", text)
     title = (
-        f"port {number} is taken already"
+        f"port {port} is taken already"
         if in_use
         else f"only {missing[1]} of {missing[2]} nodes joined"
         if missing
@@ -107,10 +107,10 @@ def rendezvous(e: Evidence) -> Iterator[Finding]:
         "dist.rendezvous",
         title,
         hard[:4],
-        f"ss -ltnp | grep {number}   # who holds it: an earlier run's child? kill that PID\n"
-        f"another port: torchrun --rdzv-endpoint HOST:29{(int(number) + 11) % 1000:03d} … or "
+        f"ss -ltnp | grep {port}   # who holds it: an earlier run's child? kill that PID\n"
+        f"another port: torchrun --rdzv-endpoint HOST:29{(int(port) + 11) % 1000:03d} … or "
         "--standalone\n"
-        f"from each node: nc -vz MASTER {number}; same --rdzv-id and --nnodes everywhere",
+        f"from each node: nc -vz MASTER {port}; same --rdzv-id and --nnodes everywhere",
         confidence=0.9,
     )
 

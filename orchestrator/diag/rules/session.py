@@ -131,7 +131,7 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
         "who ended it: journalctl -n 200 | grep -i -e tmux -e logind -e oom; last -x | head\n"
         "start it through `pct exec` (dflashctl launch), not by ssh into the container:\n"
         "systemd's KillUserProcesses ends what a login leaves behind\n"
-        "launch again: the newest complete checkpoint is resumed",
+        "dflashctl play resume goes on from the newest complete checkpoint",
         confidence=0.9 if strong else 0.75,
     )
 
@@ -226,7 +226,7 @@ def interrupted(e: Evidence) -> Iterator[Finding]:
             "run.interrupted",
             "the run was stopped by a person or by `stop`",
             at[:4],
-            "nothing is broken: dflashctl launch resumes from the newest complete checkpoint\n"
+            "nothing is broken: dflashctl play resume goes on from the newest complete checkpoint\n"
             "who stopped it: dflashctl status --json",
             severity="fatal" if e.outcome.state != "running" else "info",
             confidence=0.85,

@@ -78,7 +78,7 @@ def collapse(e: Evidence) -> Iterator[Finding]:
 
 
 _ADVICE = (
-    "what changed? dflashctl env diff; dflashctl status (release, GPUs, data) of both runs\n"
+    "what changed? dflashctl env diff RUN RUN; dflashctl status RUN (release, GPUs) of both\n"
     "nvidia-smi -q -d PERFORMANCE,CLOCK   # clocks held down?  nvidia-smi pmon -c 1   # "
     "neighbours?\n"
     "TORCH_LOGS=recompiles   # compiling all the time?  py-spy top --pid PID   # where it is"
