@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-UNFINISHED = (".tmp", ".partial", ".incomplete", ".writing")
+UNFINISHED = (".tmp", ".part", ".partial", ".incomplete", ".writing")
 
 
 def complete(folder: str) -> list[str]:
