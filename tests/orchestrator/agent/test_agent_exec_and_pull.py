@@ -162,7 +162,8 @@ def test_what_is_not_a_plain_file_is_refused(agent: Any, folder: Path) -> None:
 
 
 def test_the_newest_whole_checkpoint_of_a_run(runs: Any) -> None:
-    script = 'cd "$DFLASH_RUN_DIR"/checkpoints; mkdir step-2 step-10 step-11.tmp step-12.part; echo x > step-2/a'
+    make = "mkdir step-2 step-10 step-11.tmp step-12.part; echo x > step-2/a"
+    script = f'cd "$DFLASH_RUN_DIR"/checkpoints; {make}'
     run = runs.start("bash", "-c", script)
     runs.ending(run)
     answer = runs.agent.call("pull.last_checkpoint", run_id=run["run_id"])
