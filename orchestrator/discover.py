@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from orchestrator import yaml_text
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import InventoryError
 from orchestrator.inventory import NAME, Inventory
@@ -209,8 +210,8 @@ def add(old: str, found: Discovery, path: Path) -> str:
 
 def _tree(text: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError:
+        tree, _ = yaml_text.parse(text)
+    except yaml_text.YamlFault:
         return {}
     return tree if isinstance(tree, dict) else {}
 

@@ -16,23 +16,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from orchestrator.errors import InventoryError
 from orchestrator.paths import DEFAULT_WORKDIR, LaptopPaths
+from orchestrator.yaml_text import Where, YamlFault, parse
 
 # Names meet shells, file names and terminals: a narrow alphabet, and never a leading dash.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\Z")
 
-# libyaml's, where PyYAML has it: 1,000 containers take 0.1 s in place of 1 s.
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-Where = tuple[str | int, ...]
 Lines = dict[Where, str]
 
 
@@ -55,8 +50,16 @@ def _program(value: str) -> str:
     return value
 
 
+def _number(value: object) -> object:
+    # To Python, and so to pydantic, YAML's true is 1.
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number")
+    return value
+
+
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 Program = Annotated[str, AfterValidator(_program)]
+Number = Annotated[int, BeforeValidator(_number)]
 
 
 class _Strict(BaseModel):
@@ -68,7 +71,7 @@ class Host(_Strict):
 
     address: Annotated[str, AfterValidator(_no_option)] | None = None
     """A name, alias of the ssh config, or address; default: the host's key in the inventory."""
-    port: int | None = Field(None, ge=1, le=65535)
+    port: Number | None = Field(None, ge=1, le=65535)
     user: Annotated[str, AfterValidator(_no_option)] | None = None
     """Default: the ssh config's, else root (ssh's own default is the laptop's login name)."""
     identity_file: Path | None = None
@@ -98,7 +101,7 @@ class ContainerSettings(_Strict):
 
 class Container(ContainerSettings):
     host: str
-    ct: int = Field(ge=1, le=999_999_999)
+    ct: Number = Field(ge=1, le=999_999_999)
 
 
 class Inventory(_Strict):
@@ -155,7 +158,8 @@ def _merge(merged: dict[str, Any], lines: Lines, path: Path) -> None:
         if isinstance(known, dict) and isinstance(value, dict):
             for name in value:
                 if name in known:
-                    first, second = lines[(section, name)], here[(section, name)]
+                    at: Where = (section, str(name))
+                    first, second = lines.get(at, "another file"), here.get(at, path)
                     raise InventoryError(
                         f"{second}: {section} {name!r} was already given at {first}",
                         next_step="remove or rename one of the two",
@@ -169,10 +173,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     """A file's content and, for each key path, the ``file:line`` it stands at."""
     try:
         text = path.read_text(encoding="utf-8")
-        loader = LOADER(text)
-        node = loader.get_single_node()
-        lines = dict(_lines(node, path)) if node is not None else {}
-        data = loader.construct_document(node) if node is not None else {}
+        data, lines = parse(text)
     except FileNotFoundError:
         raise InventoryError(
             f"inventory {path} does not exist",
@@ -182,38 +183,19 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
         raise InventoryError(f"inventory {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InventoryError(f"inventory {path} is not UTF-8 text (byte {error.start})") from None
-    except yaml.YAMLError as error:
-        raise InventoryError(f"inventory {_yaml_message(path, error)}") from None
+    except YamlFault as fault:
+        place = f"{path}:{fault.line}" if fault.line else str(path)
+        raise InventoryError(f"inventory {place}: {fault.problem}") from None
+    if data is None:
+        return {}, {}
     if not isinstance(data, dict):
         raise InventoryError(
             f"inventory {path} is a {type(data).__name__}, not a mapping",
             next_step="it has the keys hosts, containers and defaults",
         )
-    return {str(k): v for k, v in data.items()}, lines
-
-
-def _yaml_message(path: Path, error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error)
-    return f"{path}:{mark.line + 1}: {problem}" if mark else f"{path}: {problem}"
-
-
-def _lines(node: yaml.Node, path: Path, where: Where = ()) -> Iterator[tuple[Where, str]]:
-    """Each key path with its ``file:line``; refuses a key given twice (YAML: the last wins)."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            name = str(key.value)
-            line = f"{path}:{key.start_mark.line + 1}"
-            if name in seen:
-                raise InventoryError(f"{line}: {name!r} is given twice")
-            seen.add(name)
-            yield (*where, name), line
-            yield from _lines(value, path, (*where, name))
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield (*where, index), f"{path}:{value.start_mark.line + 1}"
-            yield from _lines(value, path, (*where, index))
+    return {str(k): v for k, v in data.items()}, {
+        where: f"{path}:{line}" for where, line in lines.items()
+    }
 
 
 def _check(data: dict[str, Any], lines: Lines) -> Inventory:
@@ -258,6 +240,14 @@ def _check_references(inventory: Inventory, lines: Lines) -> None:
             raise InventoryError(f"{where}: {name!r} is both a container and a group")
 
 
+# pydantic speaks of Python's types.
+_OF_YAML = {
+    "tuple_type": "it should be a list, such as [a, b]",
+    "dict_type": "it should be a mapping of names to settings",
+    "model_type": "it should be a mapping of settings, such as {key: value}; {} for none",
+}
+
+
 def _explain(error: ValidationError, lines: Lines) -> InventoryError:
     """The first mistake as one sentence; how many more there are."""
     first = error.errors()[0]
@@ -271,7 +261,8 @@ def _explain(error: ValidationError, lines: Lines) -> InventoryError:
         what = f"unknown key {where[-1]!r}{f' in {owner}' if owner else ''}{hint}"
     else:
         label = " ".join(str(part) for part in where if not str(part).startswith("function-"))
-        what = f"{label}: {first['msg'].removeprefix('Value error, ')}"
+        said = _OF_YAML.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+        what = f"{label}: {said}"
     more = error.error_count() - 1
     return InventoryError(f"{place}: {what}{f' ({more} more)' if more else ''}")
 

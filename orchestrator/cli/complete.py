@@ -240,7 +240,7 @@ def _parse(files: Sequence[Path]) -> dict[str, list[str]]:
     for path in files:
         try:
             tree = yaml.load(path.read_bytes(), Loader=loader)
-        except (OSError, yaml.YAMLError):
+        except (OSError, RecursionError, ValueError, LookupError, AttributeError, yaml.YAMLError):
             continue
         if not isinstance(tree, dict):
             continue

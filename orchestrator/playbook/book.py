@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from orchestrator import yaml_text
 from orchestrator.errors import NotFoundError, UsageError
 from orchestrator.inventory import nearest
 from orchestrator.playbook.actions import ACTIONS, Action
@@ -131,11 +131,10 @@ def parse(text: str, source: str) -> Playbook:
     :raises UsageError: one message, with the nearest right word where one was wrong.
     """
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
+        tree, _ = yaml_text.parse(text)
+    except yaml_text.YamlFault as fault:
+        line = f":{fault.line}" if fault.line else ""
+        problem = fault.problem
         # Without quotes YAML reads {{name}} as a mapping whose key is a mapping.
         hint = 'put quotes round it: "{{name}}"' if "unhashable" in problem else ""
         raise UsageError(f"{source}{line}: {problem}", next_step=hint) from None

@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.errors import InventoryError, NotFoundError, UsageError
 from orchestrator.inventory import Inventory, load
+from orchestrator.laptop_path import laptop_path
 from orchestrator.paths import LaptopPaths
 from orchestrator.target import Target, everything, resolve, resolve_host
 
@@ -47,6 +48,24 @@ def test_defaults_fill_what_a_container_leaves_out(tmp_path: Path) -> None:
     assert known.groups() == {"train": ["a", "b"], "small": ["b"]}
 
 
+def test_aliases_of_aliases_are_read_once(tmp_path: Path) -> None:
+    steps = [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60)]
+    text = "\n".join(["a0: &a0 {x: 1}", *steps])
+    assert "unknown key 'a0'" in refusal(tmp_path, text)
+
+
+def test_a_name_in_two_files_is_refused_though_it_is_a_number(tmp_path: Path) -> None:
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / name).write_text("hosts: {1: {}}")
+    with pytest.raises(InventoryError, match=r"was already given at .*a\.yaml:1"):
+        load(tmp_path, LaptopPaths({"HOME": str(tmp_path)}))
+
+
+def test_a_home_folder_of_nobody_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such user's home folder"):
+        laptop_path("~nobody-of-that-name/inventory.yaml")
+
+
 def test_the_users_own_inventory_is_a_file_and_a_folder_beside_it(laptop: LaptopPaths) -> None:
     assert load(None, laptop) == Inventory()
     laptop.inventory_folder.mkdir(parents=True)
@@ -63,6 +82,13 @@ def test_the_users_own_inventory_is_a_file_and_a_folder_beside_it(laptop: Laptop
     "text,said",
     [
         ("containers:\n  a: {host: h, ct: 1, wrkdir: /x}", "did you mean 'workdir'?"),
+        ("hosts: &a\n  b: *a", "unknown key 'b' in hosts b"),
+        ("hosts: {h: {port: 2026-13-45}}", "month must be in 1..12"),
+        ('hosts: {h: {port: !!int ""}}', "does not fit its type"),
+        ("[" * 5000, "nest"),
+        ("hosts: {h: {port: true}}", "true is not a number"),
+        ("containers: {a: {host: h, ct: 1, groups: lab}}", "should be a list, such as [a, b]"),
+        ("hosts: {h: }", "{} for none"),
         ("hosts:\n  h: {adress: x}", "did you mean 'address'?"),
         ("host: {}", "did you mean 'hosts'?"),
         ("defaults: {pyton: x}", "did you mean 'python'?"),
