@@ -15,6 +15,7 @@ from pathlib import Path
 
 from orchestrator.errors import HostUnreachable, UsageError
 from orchestrator.inventory import Host
+from orchestrator.laptop_path import laptop_path
 from orchestrator.target import HostTarget
 
 # A jump host may itself be reached through one; more than this is a circle.
@@ -66,7 +67,7 @@ class Answer:
     def files(self, keyword: str) -> tuple[Path, ...]:
         """Several paths, each its own line or several on one."""
         words = [w for value in self.values.get(keyword, []) for w in _words(value)]
-        return tuple(Path(w).expanduser() for w in words if w.lower() != "none")
+        return tuple(laptop_path(w) for w in words if w.lower() != "none")
 
 
 def _words(value: str) -> list[str]:
@@ -80,7 +81,7 @@ def query_argv(address: str, settings: Host) -> list[str]:
     """``ssh -G`` for this host."""
     argv = ["ssh", "-G"]
     if settings.ssh_config:
-        argv += ["-F", str(settings.ssh_config.expanduser())]
+        argv += ["-F", str(laptop_path(settings.ssh_config))]
     if settings.user:
         argv += ["-l", settings.user]
     if settings.port:
@@ -133,12 +134,12 @@ def route_from(answer: Answer, settings: Host, gateway: Route | None = None) -> 
     hostname = answer.one("hostname") or ""
     port = int(answer.one("port") or 22)
     if settings.identity_file is not None:
-        identities: tuple[Path, ...] = (settings.identity_file.expanduser(),)
+        identities: tuple[Path, ...] = (laptop_path(settings.identity_file),)
     else:
         # OpenSSH lists its default names too; those that are not there are not offered.
         identities = tuple(p for p in answer.files("identityfile") if p.is_file())
     if settings.known_hosts is not None:
-        known: tuple[Path, ...] = (settings.known_hosts.expanduser(),)
+        known: tuple[Path, ...] = (laptop_path(settings.known_hosts),)
     else:
         known = answer.files("userknownhostsfile") + answer.files("globalknownhostsfile")
     configured = (answer.one("stricthostkeychecking") or "").lower()

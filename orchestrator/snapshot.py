@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import UsageError
+from orchestrator.laptop_path import laptop_path
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -57,7 +58,7 @@ def find_root(code: Path | None, cwd: Path) -> Root:
     :raises UsageError: no such folder, or a home folder or ``/`` that nobody means to push.
     """
     if code is not None:
-        path = code.expanduser().resolve()
+        path = laptop_path(code).resolve()
         if not path.is_dir():
             raise UsageError(f"--code {code}: no such folder", next_step="give the code's folder")
         return Root(path, _is_tracked(path))

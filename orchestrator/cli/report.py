@@ -12,6 +12,7 @@ from orchestrator.cli.options import CtOption, HostOption, InventoryOption, Json
 from orchestrator.cli.session import open_session
 from orchestrator.errors import UsageError
 from orchestrator.examine import examine
+from orchestrator.laptop_path import laptop_path
 from orchestrator.report.gather import gather
 from orchestrator.report.page import render
 from orchestrator.run import RunRef
@@ -37,7 +38,7 @@ def report(
         ref = RunRef(ref.target, run_id)
         report = examine(session.fleet, ref).report
         record = gather(channel, ref, [finding.as_dict() for finding in report.findings])
-    path = (file or Path(f"{run_id}.html")).expanduser()
+    path = laptop_path(file or f"{run_id}.html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(record), encoding="utf-8")

@@ -12,6 +12,7 @@ from orchestrator import target as targets
 from orchestrator.errors import UsageError
 from orchestrator.fleet import Fleet
 from orchestrator.inventory import Inventory
+from orchestrator.laptop_path import laptop_path
 from orchestrator.paths import LaptopPaths
 from orchestrator.run import RunRef, choose
 from orchestrator.state import LaptopState
@@ -67,6 +68,6 @@ def open_session(inventory: Path | None, *, ask: bool = True) -> Iterator[Sessio
     """
     laptop = LaptopPaths()
     state = LaptopState(laptop)
-    known = inventories.load(inventory.expanduser() if inventory else None, laptop)
+    known = inventories.load(laptop_path(inventory) if inventory else None, laptop)
     with Fleet(state, ask=ask) as fleet:
         yield Session(laptop, known, state, fleet)

@@ -20,6 +20,7 @@ from orchestrator.cli.options import (
     Targets,
 )
 from orchestrator.cli.session import open_session
+from orchestrator.laptop_path import laptop_path, working_folder
 from orchestrator.release import Push
 from orchestrator.run import RunRef
 
@@ -41,7 +42,7 @@ def push(
     """Push the code as an immutable release; start nothing."""
     with open_session(inventory) as session:
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
-        release = releases.build(snapshot.find_root(code, Path.cwd()), session.laptop)
+        release = releases.build(snapshot.find_root(code, working_folder()), session.laptop)
         if dry_run:
             for entry in release.entries:
                 output.say(entry.path)
@@ -106,7 +107,7 @@ def pull(
                 session.fleet,
                 RunRef(ref.target, run_id).target,
                 source,
-                (to or Path(run_id)).expanduser(),
+                laptop_path(to or run_id),
                 wanted=transfer.Wanted(every=everything or bool(path), newest=newest),
                 notice=output.notice,
                 progress=meter,

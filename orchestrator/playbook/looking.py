@@ -14,6 +14,7 @@ from orchestrator.environment.lock import Environment, read_lock
 from orchestrator.environment.sync import plan
 from orchestrator.errors import RefusedError, RunFailed, UsageError
 from orchestrator.examine import examine
+from orchestrator.laptop_path import laptop_path
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
 from orchestrator.playbook.stage import Stage, counted, place
@@ -40,13 +41,13 @@ def preflight(stage: Stage, action: actions.Preflight) -> Done:
 
 def env(stage: Stage, action: actions.Env) -> Done:
     found = {t.name: remote.collect(channel, t) for t, channel in stage.each()}
-    lock = read_lock(Path(action.lock).expanduser()) if action.lock else None
+    lock = read_lock(laptop_path(action.lock)) if action.lock else None
     if action.sync:
         if lock is None:
             raise UsageError("env: sync needs a lock file", next_step="--set lock=FILE")
         found = _sync(stage, lock, found)
     if action.save:
-        _save(stage, found, Path(action.save).expanduser())
+        _save(stage, found, laptop_path(action.save))
     good = lock or next(iter(found.values()))
     differences = {
         name: compare(good, one) if one is not good else list(faults(one))
@@ -98,7 +99,7 @@ def _judge(stage: Stage, differences: Mapping[str, list[Difference]], fail_on: s
 def diag(stage: Stage, action: actions.Diag) -> Done:
     reports = {}
     refs = stage.runs(action.run)
-    bundle = Path(action.bundle).expanduser() if action.bundle else None
+    bundle = laptop_path(action.bundle) if action.bundle else None
     for ref in refs:
         own = bundle.with_name(f"{ref.run_id}-{bundle.name}") if bundle and refs[1:] else bundle
         found = examine(stage.fleet, ref, bundle=own)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from orchestrator import release as releases
@@ -14,6 +13,7 @@ from orchestrator.audit import audited
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import UsageError
 from orchestrator.fleet import Fleet
+from orchestrator.laptop_path import laptop_path, working_folder
 from orchestrator.paths import LaptopPaths
 from orchestrator.release import Release
 from orchestrator.run import RunRef
@@ -49,8 +49,8 @@ class Stage:
         return audited(self.fleet, target, action, self.notice, **facts)
 
     def release(self, code: str | None, config: str | None) -> Release:
-        root = snapshot.find_root(Path(code).expanduser() if code else None, Path.cwd())
-        path = Path(config).expanduser() if config else None
+        root = snapshot.find_root(laptop_path(code) if code else None, working_folder())
+        path = laptop_path(config) if config else None
         if path is not None and not path.is_file():
             raise UsageError(f"config {config}: no such file", next_step="--set config=FILE")
         return releases.build(root, self.laptop, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from orchestrator import launch as launching
@@ -13,6 +12,7 @@ from orchestrator import nodes, transfer
 from orchestrator import release as releases
 from orchestrator.alarm import DROP
 from orchestrator.errors import NotFoundError, RunFailed
+from orchestrator.laptop_path import laptop_path
 from orchestrator.launch import Order, Started
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
@@ -87,7 +87,7 @@ def launch(stage: Stage, action: actions.Launch) -> Done:
     launching.check_log_link(action.log)
     secrets = {}
     if action.env_file:
-        secrets = launching.read_environment_file(Path(action.env_file).expanduser())
+        secrets = launching.read_environment_file(laptop_path(action.env_file))
     environment = dict(action.env)
     if action.resume:
         environment[RESUME_VARIABLE] = _checkpoint(stage, action.run)
@@ -95,7 +95,7 @@ def launch(stage: Stage, action: actions.Launch) -> Done:
     release = stage.release(code, action.config) if action.push else None
     inside = action.config
     if action.config and release:
-        inside = releases.config_path(Path(action.config).expanduser(), release.root)
+        inside = releases.config_path(laptop_path(action.config), release.root)
     run_id = new_run_id(action.name)
     orders = [
         Order(
@@ -200,7 +200,7 @@ def pull(stage: Stage, action: actions.Pull) -> Done:
             stage.fleet,
             ref.target,
             source,
-            Path(action.to).expanduser() / run_id,
+            laptop_path(action.to) / run_id,
             wanted=transfer.Wanted(every=every, newest=newest),
             notice=stage.notice,
         )
