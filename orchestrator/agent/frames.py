@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from orchestrator.agent.protocol import JSON_LIMIT, PAYLOAD_LIMIT, AgentError
@@ -16,12 +17,28 @@ _encoder = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), allow_nan=
 
 
 def encode(head: dict[str, Any], payload: bytes | memoryview = b"") -> bytes:
-    """The bytes of one frame. ``ValueError`` if a part is beyond its limit."""
-    text = _encoder.encode(head).encode("ascii")
+    """The bytes of one frame; numbers that JSON has no word for (NaN, infinities) become null.
+
+    ``ValueError`` if a part is beyond its limit.
+    """
+    try:
+        text = _encoder.encode(head).encode("ascii")
+    except ValueError:
+        # Of a trainer's own metrics.jsonl: Python writes and reads NaN there.
+        text = _encoder.encode(finite(head)).encode("ascii")
     size = len(payload)
     if len(text) > JSON_LIMIT or size > PAYLOAD_LIMIT:
         raise ValueError(f"a frame of {len(text)} + {size} bytes is beyond the limits")
     return b"".join((len(text).to_bytes(4, "big"), size.to_bytes(4, "big"), text, payload))
+
+
+def finite(value: Any) -> Any:
+    """The same with null for every number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class Decoder:

@@ -304,8 +304,12 @@ class Server:
         # Written before ``ended`` is set, so that a dependent's answer never overtakes this one.
         try:
             if failure is None:
-                self.write({"id": request.id, "ok": True, "result": result})
-            else:
+                try:
+                    self.write({"id": request.id, "ok": True, "result": result})
+                except (ValueError, TypeError) as error:
+                    # Too long, or no JSON: the laptop would wait for ever.
+                    failure = AgentError("internal", f"the answer cannot be sent: {error}")
+            if failure is not None:
                 self.write({"id": request.id, "ok": False, "error": failure.as_dict()})
         finally:
             request.finish(result, failure)

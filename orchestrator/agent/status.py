@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import time
 from typing import Any
@@ -32,6 +33,7 @@ STALL_COMPILING_S = 1800.0
 ENDED = ("finished", "failed", "stopped")
 _COMPILING = {"started", "plan", "compiling", "compiled", "resumed"}
 _STEP_FIELDS = ("step", "steps", "loss", "tau", "tokens_per_s", "eta_s", "epoch")
+_COUNTS = ("step", "steps")
 _RECORD_FIELDS = ("name", "command", "release", "gpus", "who", "created", "predecessor", "session")
 
 
@@ -187,7 +189,7 @@ def summary(paths: RunPaths, *, lines: int, stall_s: float | None = None) -> dic
     return {
         "run_id": paths.run_id,
         **{key: run.record.get(key) for key in _RECORD_FIELDS},
-        **{key: run.step.get(key) for key in _STEP_FIELDS},
+        **{key: _number(run.step, key) for key in _STEP_FIELDS},
         "host": run.record.get("hostname"),
         "state": state,
         "reason": reason,
@@ -211,6 +213,14 @@ def summary(paths: RunPaths, *, lines: int, stall_s: float | None = None) -> dic
         "last_lines": tail_lines(paths.log, lines) if lines else [],
         "run_dir": paths.root,
     }
+
+
+def _number(line: dict[str, Any], key: str) -> float | None:
+    """Of a trainer that is not ours a field may be anything; the laptop is promised numbers."""
+    found = line.get(key)
+    if not isinstance(found, (int, float)) or not math.isfinite(found):
+        return None
+    return int(found) if key in _COUNTS else found
 
 
 def _time(line: dict[str, Any]) -> float:

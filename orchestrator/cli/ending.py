@@ -143,7 +143,8 @@ def _writer(
             for step in read_steps(text):
                 output.emit({**place, "metrics": step.model_dump()})
             return
-        for line in text.splitlines():
+        # At line ends alone: str.splitlines() would also cut at U+2028, form feeds and others.
+        for line in text.removesuffix("\n").split("\n"):
             if grep is None or grep.search(line.encode()):
                 output.emit({**place, "line": line})
 

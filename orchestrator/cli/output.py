@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from orchestrator.agent.frames import finite
 from orchestrator.errors import DflashctlError
 
 
@@ -26,8 +27,12 @@ def notice(text: str) -> None:
 
 
 def emit(data: dict[str, Any]) -> None:
-    """The verb's answer as one JSON object."""
-    print(json.dumps(data, ensure_ascii=True, default=str), flush=True)
+    """The verb's answer as one JSON object, without Python's NaN, which no other parser takes."""
+    try:
+        text = json.dumps(data, allow_nan=False, default=str)
+    except ValueError:
+        text = json.dumps(finite(data), default=str)
+    print(text, flush=True)
 
 
 def say(text: str) -> None:

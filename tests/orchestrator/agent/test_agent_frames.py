@@ -71,3 +71,9 @@ def test_what_is_no_frame_is_refused_at_once(stream: bytes) -> None:
 def test_a_payload_beyond_the_limit_is_not_sent() -> None:
     with pytest.raises(ValueError, match="beyond the limits"):
         encode({"id": 1}, bytes(PAYLOAD_LIMIT + 1))
+
+
+def test_numbers_that_json_has_no_word_for_are_null() -> None:
+    head = {"id": 1, "loss": float("nan"), "rates": [1.5, float("inf"), {"x": -float("inf")}]}
+    ((found, _),) = Decoder().feed(encode(head))
+    assert found == {"id": 1, "loss": None, "rates": [1.5, None, {"x": None}]}

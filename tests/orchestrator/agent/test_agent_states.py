@@ -91,6 +91,13 @@ def test_the_summary_has_the_newest_numbers(folder: Folder) -> None:
     assert {key: found[key] for key in STEP} == STEP
 
 
+def test_numbers_that_are_none_are_left_out(folder: Folder) -> None:
+    folder.alive()
+    folder.lines("metrics.jsonl", {**STEP, "loss": float("nan"), "tau": "1.1", "step": 10.0})
+    found = summary(folder.paths, lines=0)
+    assert (found["loss"], found["tau"], found["step"]) == (None, None, 10)
+
+
 def test_silence_is_a_stall_when_the_runs_own_steps_do_not_explain_it(folder: Folder) -> None:
     folder.alive()
     steps = [{"step": number, "time": NOW - 1000 + number} for number in range(10)]
