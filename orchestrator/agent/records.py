@@ -43,7 +43,10 @@ class ExitRecord:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, record: dict[str, Any]) -> bool:
-        """False if there is no room yet; then it is to be tried again."""
+        """False if there is no room yet; then it is to be tried again.
+
+        True too where the run's folder is gone, and with it whoever would read the record.
+        """
         data = (json.dumps(record, indent=1) + "\n").encode()
         try:
             descriptor = self._open()
@@ -55,6 +58,9 @@ class ExitRecord:
             finally:
                 os.close(descriptor)
             os.rename(self._path, self._final)
+        except FileNotFoundError:
+            # Somebody removed the run's folder: waiting for it would never end.
+            return True
         except OSError:
             return False
         return True

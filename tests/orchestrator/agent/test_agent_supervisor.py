@@ -175,6 +175,12 @@ def test_a_log_that_someone_removed_goes_on_in_a_new_file(runs: Any) -> None:
     runs.says(run, "line 199")
 
 
+def test_a_supervisor_whose_folder_somebody_removed_ends_with_its_command(runs: Any) -> None:
+    run = runs.start("bash", "-c", 'rm -rf "$DFLASH_RUN_DIR"; sleep 0.2')
+    supervisor = run["supervisor"]
+    runs.wait(lambda: not alive(supervisor["pid"], supervisor["start"]))
+
+
 def test_what_the_script_left_running_is_still_the_run(runs: Any) -> None:
     """`python train.py &` at a script's end: with tee it ran on, and so it does here."""
     run = runs.start("bash", "-c", "(sleep 0.7; echo late) & exit 0")
