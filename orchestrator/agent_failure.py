@@ -24,6 +24,7 @@ _KINDS: dict[str, tuple[type[DflashctlError], str]] = {
         "follow it (`dflashctl tail`), stop it (`dflashctl stop`), or launch beside it: --force",
     ),
     "run.conflict": (RefusedError, "launch again: each launch makes a run id of its own"),
+    "run.log_link": (RefusedError, "give --log another path inside the container"),
     "run.not_started": (RunFailed, "`dflashctl diag` says why"),
     "tmux.missing": (RefusedError, "install it in the container: apt install tmux"),
     "tmux.failed": (RefusedError, "`dflashctl doctor` looks at tmux and its socket"),

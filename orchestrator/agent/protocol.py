@@ -108,9 +108,10 @@ Runs
     {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60, "log_bytes": 268435456,
     "log_files": 8, "force": false} + payload: the dirty diff → {"run_id", "state", "already": bool,
     "session", "run_dir", "log", "log_link_moved": path|null (a plain file that stood at
-    ``log_link``, moved aside), "release", "supervisor": {pid, start, boot_id, child, …}, "attach":
-    [argv]} The same run id again gives the same answer with already true, never a second process.
-    Refused with ``run.busy`` while another run lives here with the same name or one of the same
+    ``log_link``, moved aside), "log_link_failed": why|null, "release", "supervisor":
+    {pid, start, boot_id, child, …}, "attach": [argv]} The same run id again gives the same answer
+    with already true, never a second process. Refused with ``run.log_link`` where no link can
+    stand, with ``run.busy`` while another run lives here with the same name or one of the same
     GPUs, unless ``force``.
 ``run.list`` {"limit"?: n, "live"?: bool, "lines"?: 0} → {"runs": [summary, newest first], "time"}
 ``run.status`` {"run_id"? (default the newest), "lines": 10, "stall_s"?: s} → summary + {"record":

@@ -37,6 +37,7 @@ def start(request: Request) -> dict[str, Any]:
         raise AgentError("request.invalid", f"not a run id: {run_id!r}", field="run_id")
     paths = request.paths.run(run_id)
     record, plan = _plan(request, paths)
+    link = request.get("log_link", str)
     make_private(request.paths.runs)
     with locked(f"{request.paths.runs}/.lock"):
         already = os.path.isdir(paths.root)
@@ -45,13 +46,15 @@ def start(request: Request) -> dict[str, Any]:
         else:
             if not request.get("force", bool, False):
                 _refuse_second(request, record)
+            if link:
+                _check_link(link)
             _make_folder(request, paths, record, plan)
         if not os.path.exists(paths.supervisor):
             _begin(request, paths, plan)
             supervisor = _await_supervisor(paths)
         else:
             supervisor = read_record(paths.supervisor) or {}
-    moved = _link_log(request.get("log_link", str), paths)
+    moved, unlinked = _link_log(link, paths)
     from orchestrator.agent.status import state_of
 
     return {
@@ -62,6 +65,7 @@ def start(request: Request) -> dict[str, Any]:
         "run_dir": paths.root,
         "log": paths.log,
         "log_link_moved": moved,
+        "log_link_failed": unlinked,
         "release": record["release"],
         "supervisor": supervisor,
         "attach": _attach_command(run_id),
@@ -283,23 +287,56 @@ def _own_umask() -> int:
         return next((int(line.split()[1], 8) for line in file if line.startswith("Umask")), 0o022)
 
 
-def _link_log(link: str | None, paths: RunPaths) -> str | None:
-    """A symbolic link at the user's path; a file that is there is moved aside, never lost."""
-    if not link:
-        return None
+def _check_link(link: str) -> None:
+    """Before anything starts: only a plain file or an earlier run's link may give way.
+
+    Moving a device (``/dev/null``), a folder or somebody's own link aside breaks the container.
+    """
+    why = ""
     if not link.startswith("/"):
-        raise AgentError("request.invalid", f"not an absolute path: {link!r}", field="log_link")
-    with contextlib.suppress(OSError):
-        if os.readlink(link) == paths.log:
-            return None
+        why = "it is not an absolute path"
+    elif os.path.islink(link) and not _is_ours(link):
+        why = f"it is a link to {os.readlink(link)}"
+    elif os.path.lexists(link) and not os.path.islink(link) and not os.path.isfile(link):
+        why = "it is a folder" if os.path.isdir(link) else "it is no plain file"
+    else:
+        try:
+            os.makedirs(os.path.dirname(link), exist_ok=True)
+        except OSError as error:
+            why = str(error.strerror)
+        else:
+            # Also false on a read-only mount, and for root too.
+            if not os.access(os.path.dirname(link), os.W_OK):
+                why = "its folder cannot be written"
+    if why:
+        raise AgentError("run.log_link", f"no link to the log can stand at {link}: {why}")
+
+
+def _is_ours(link: str) -> bool:
+    """A link that an earlier run left, perhaps of a workdir that is gone."""
+    return re.search(r"/dflashctl/runs/[^/]+/train\.log\Z", os.readlink(link)) is not None
+
+
+def _link_log(link: str | None, paths: RunPaths) -> tuple[str | None, str | None]:
+    """A symbolic link at the user's path; a file that is there is moved aside, never lost.
+
+    Returns where that file is now, and why there is no link: the run lives either way, and an
+    error would say that it does not.
+    """
+    if not link:
+        return None, None
     moved = None
-    if os.path.lexists(link) and not os.path.islink(link):
-        moved = f"{link}.{time.strftime('%Y%m%d-%H%M%S')}"
-        os.rename(link, moved)
-    temporary = f"{link}.{paths.run_id}"
-    os.makedirs(os.path.dirname(link), exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    os.symlink(paths.log, temporary)
-    os.rename(temporary, link)
-    return moved
+    try:
+        if os.path.islink(link) and os.readlink(link) == paths.log:
+            return None, None
+        if os.path.lexists(link) and not os.path.islink(link):
+            moved = f"{link}.{time.strftime('%Y%m%d-%H%M%S')}"
+            os.rename(link, moved)
+        temporary = f"{link}.{paths.run_id}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        os.symlink(paths.log, temporary)
+        os.rename(temporary, link)
+    except OSError as error:
+        return moved, str(error.strerror)
+    return moved, None

@@ -15,6 +15,7 @@ from orchestrator.cli import output
 from orchestrator.cli.session import Session
 from orchestrator.errors import UsageError
 from orchestrator.fleet import Opening
+from orchestrator.laptop_path import laptop_path, working_folder
 from orchestrator.launch import Order, Started
 from orchestrator.release import Release
 from orchestrator.run import RunRef, new_run_id
@@ -147,8 +148,8 @@ def _launch_nodes(
 
 
 def _release(session: Session, code: Path | None, config: str | None) -> Release:
-    root = snapshot.find_root(code, Path.cwd())
-    path = Path(config).expanduser() if config else None
+    root = snapshot.find_root(code, working_folder())
+    path = laptop_path(config) if config else None
     if path is not None and not path.is_file():
         raise UsageError(
             f"--config {config}: no such file",
@@ -160,7 +161,7 @@ def _release(session: Session, code: Path | None, config: str | None) -> Release
 def _config_inside(config: str | None, release: Release | None) -> str | None:
     if config is None or release is None:
         return config
-    return releases.config_path(Path(config).expanduser(), release.root)
+    return releases.config_path(laptop_path(config), release.root)
 
 
 def _predecessor(session: Session, target: Target) -> str | None:
@@ -173,6 +174,11 @@ def _tell(started: Started, release: Release | None, as_json: bool) -> None:
     warned = [check.name for check in started.checks if not check.ok]
     if warned:
         output.notice(f"preflight warns of {', '.join(warned)}: dflashctl doctor {place}")
+    moved, unlinked = (started.answer.get(f"log_link_{what}") for what in ("moved", "failed"))
+    if moved:
+        output.notice(f"the file that stood at the path of --log is now {moved}")
+    if unlinked:
+        output.notice(f"no link to the log was made at the path of --log: {unlinked}")
     if as_json:
         output.emit(started.as_json())
         return

@@ -207,6 +207,32 @@ def test_a_file_at_that_path_is_moved_aside_not_lost(runs: Any) -> None:
     assert link.read_text() == "hello\n"
 
 
+def test_an_answer_too_long_for_a_frame_is_an_error_not_silence(runs: Any) -> None:
+    run = runs.start("true")
+    runs.ending(run)
+    Path(run["run_dir"], "run.json").write_text(json.dumps({"name": "x" * (9 << 20)}))
+    number = runs.agent.send("run.status", run_id=run["run_id"])
+    assert "cannot be sent" in runs.agent.error(number)["message"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "foreign link", "no folder to be made"])
+def test_where_no_link_to_the_log_can_stand_nothing_starts(runs: Any, kind: str) -> None:
+    link = runs.workdir / "diag.log"
+    if kind == "folder":
+        link.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(link)
+    elif kind == "foreign link":
+        link.symlink_to("/proc/self/fd/1")
+    else:
+        link = Path("/proc/none/diag.log")
+    before = link.lstat() if kind != "no folder to be made" else None
+    fields = {"run_id": runs.new_id(), "command": ["true"], "name": "n", "log_link": str(link)}
+    assert runs.agent.error(runs.agent.send("run.start", **fields))["kind"] == "run.log_link"
+    assert [path for path in runs.workdir.glob("dflashctl/runs/*") if path.is_dir()] == []
+    assert before is None or link.lstat().st_ino == before.st_ino
+
+
 def test_a_run_starts_from_the_release_that_is_just_being_committed(runs: Any) -> None:
     import hashlib
 
