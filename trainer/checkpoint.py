@@ -105,11 +105,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Of the complete checkpoints, rising."""
-        return sorted(
-            int(path.name.removeprefix("step-"))
-            for path in self.folder.glob("step-*")
-            if not path.name.endswith(PART) and (path / STATE).is_file()
-        )
+        return complete_steps(self.folder)
 
     def newest(self) -> Path | None:
         """What to resume: ``DFLASH_RESUME`` (a checkpoint, or ``no``), else the newest complete."""
@@ -163,6 +159,20 @@ class CheckpointStore:
     def _remove_parts(self) -> None:
         for path in self.folder.glob(f"step-*{PART}"):
             shutil.rmtree(path)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Of a run's checkpoints folder, rising."""
+    return sorted(
+        int(path.name.removeprefix("step-"))
+        for path in folder.glob("step-*")
+        if not path.name.endswith(PART) and (path / STATE).is_file()
+    )
+
+
+def newest_step(folder: Path) -> int:
+    """Steps that a resume need not do again."""
+    return (complete_steps(folder) or [0])[-1]
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -303,7 +303,7 @@ def load_config(path: Path) -> TrainConfig:
     except OSError as error:
         raise ConfigError(
             f"cannot read the config {path}: {error.strerror}",
-            next_step="give the path of a YAML file; docs/trainer.md has a first one",
+            next_step="give the path of a YAML file; playbooks/demo/config.yaml is a first one",
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text") from None

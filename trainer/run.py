@@ -180,15 +180,29 @@ class Run:
         )
 
 
-def prepare_run(resolved: Resolved) -> Run:
-    """Open the run's folder, make or load its data, and find its place to resume."""
+@dataclass(frozen=True)
+class Opened:
+    """A run that may begin: its config holds, its folder is there, nothing long has happened."""
+
+    resolved: Resolved
+    folder: Path
+    writer: RunWriter
+    plan: Plan
+    place: Place | None
+    """This rank's, under several processes."""
+
+    @property
+    def leads(self) -> bool:
+        return self.place is None or self.place.leads
+
+
+def open_run(resolved: Resolved) -> Opened:
     config = resolved.config
     plan = plan_run(resolved)
     place = Place.from_environment(plan) if plan.executor == "processes" else None
-    leads = place is None or place.leads
     folder = run_folder(config)
-    own = folder if place is None or leads else folder / "ranks" / place.folder
-    writer = RunWriter(own)
+    follows = place is not None and not place.leads
+    writer = RunWriter(folder / "ranks" / place.folder if place and follows else folder)
     writer.event(
         "started",
         config=config.model_dump(mode="json"),
@@ -197,6 +211,13 @@ def prepare_run(resolved: Resolved) -> Run:
         torch=torch.__version__,
         python=sys.version.split()[0],
     )
+    return Opened(resolved, folder, writer, plan, place)
+
+
+def prepare_run(opened: Opened) -> Run:
+    """Make or load the data, and find the run's place to resume."""
+    resolved, folder, writer = opened.resolved, opened.folder, opened.writer
+    config, plan, place, leads = resolved.config, opened.plan, opened.place, opened.leads
     targets = Targets(resolved)
     if leads:
         for note in resolved.notes:

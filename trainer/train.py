@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
+from trainer.checkpoint import newest_step
 from trainer.config import TrainConfig
 from trainer.errors import NonFiniteError
 from trainer.evaluate import evaluate_run
 from trainer.optimize import learning_rate
 from trainer.pipeline.stages import Executor, StepResult, Sums
 from trainer.resolve import resolve
-from trainer.run import Run, make_executor, prepare_run, say
+from trainer.run import Run, make_executor, open_run, prepare_run, say
 from trainer.stopping import Stopped, StopSignals
 from trainer.telemetry import StepLine
 from trainer.validation import Validator
@@ -26,28 +27,25 @@ from trainer.validation import Validator
 def train(config: TrainConfig) -> int:
     """A whole run: data, steps, evaluation. Returns the exit code."""
     with StopSignals() as signals:
-        run: Run | None = None
+        opened = open_run(resolve(config))
+        event = opened.writer.event
         try:
-            run = prepare_run(resolve(config))
+            run = prepare_run(opened)
             loop(run, signals)
             if config.evaluation is not None and run.leads:
                 evaluate_run(run, config.evaluation)
-            run.writer.event("finished", step=run.batches.steps)
-            say(f"finished {run.batches.steps} steps")
-            return 0
         except Stopped as stop:
-            done = (run.store.steps() or [0])[-1] if run else 0
-            if run:
-                run.writer.event("stopped", step=done, signal=str(stop))
+            done = newest_step(opened.folder / "checkpoints")
+            event("stopped", step=done, signal=str(stop))
             say(f"stopped by {stop} with {done} steps saved")
             return stop.exit_code
         except Exception as error:
-            if run:
-                trace = "".join(traceback.format_exception(error))
-                run.writer.event(
-                    "failed", error=f"{type(error).__name__}: {error}", traceback=trace
-                )
+            trace = "".join(traceback.format_exception(error))
+            event("failed", error=f"{type(error).__name__}: {error}", traceback=trace)
             raise
+        event("finished", step=run.batches.steps)
+        say(f"finished {run.batches.steps} steps")
+        return 0
 
 
 def loop(run: Run, signals: StopSignals) -> None:

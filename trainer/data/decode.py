@@ -26,7 +26,7 @@ from trainer.target import cache_argument
 
 ROOM = 64
 """Columns added when a buffer is full."""
-PREFILL_TOKENS = 4096
+PREFILL_TOKENS = 2048
 """Of one prefill, padding included."""
 SAMPLED_FROM = 256
 """Sampling looks at the best so many tokens; beyond them the mass is negligible."""
@@ -155,7 +155,7 @@ class BatchDecoder:
                 joining = [r for _, r in zip(range(free), waiting, strict=False)]
                 exhausted = len(joining) < free
                 if joining:
-                    self._join(joining)
+                    yield from self._join(joining)
             if not self._rows:
                 return
             yield from self._finish() or [None]
@@ -165,10 +165,13 @@ class BatchDecoder:
             if self._rows:
                 self._step()
 
-    def _join(self, requests: list[Request]) -> None:
-        """Prefill new rows, alike lengths together, and put them under the present ones."""
+    def _join(self, requests: list[Request]) -> Iterator[None]:
+        """Prefill new rows, alike lengths together, and put them under the present ones. Yields
+        after each prefill: on a CPU they take a while."""
         parts = [_Part(self._rows, self._mask, self._cache, self._next)] if self._rows else []
-        parts += [self._prefill(group) for group in _alike(requests)]
+        for group in _alike(requests):
+            parts.append(self._prefill(group))
+            yield
         width = max(part.mask.shape[1] for part in parts)
         with torch.inference_mode():
             self._mask = torch.cat([_left(part.mask, width, -1) for part in parts])
