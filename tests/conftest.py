@@ -1,0 +1,8 @@
+"""One torch thread a test process: idle OpenMP threads spin, and two test processes with two threads
+each on two cores spend their time waiting for one another."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
