@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 LAB_PYTHON := /var/lib/dflashctl/python
 SYSTEM_PYTHON ?= /usr/bin/python3
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := $(BIN)/python -m pytest
+# A process a core, a file to one process: the lab tests of a process share one lab of its own.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 .PHONY: demo test test-fast test-lab test-soak lint install system lab-python clean help
 
