@@ -13,6 +13,7 @@ from orchestrator.agent.files import read_record
 from orchestrator.agent.looking import Failed, Look, at_once, command, text_of
 from orchestrator.agent.program import boot_id, which
 from orchestrator.agent.protocol import PROBES, AgentError
+from orchestrator.agent.records import exit_record, run_record, supervisor_record
 from orchestrator.agent.serve import Request
 from orchestrator.paths import RunPaths
 
@@ -123,7 +124,7 @@ def _looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
         "locale": _locale,
         "env": lambda: _environment(scene.run),
         "which": lambda: "\n".join(which(name) or f"{name}: not found" for name in WANTED),
-        "exit_record": lambda: read_record(scene.run.exit) if scene.run else None,
+        "exit_record": lambda: exit_record(scene.run) if scene.run else None,
         "last_log_write": lambda: _last_write(scene.run),
         "pip_list": lambda: _packages(scene),
         "pip_check": lambda: command([scene.python, "-m", "pip", "check"], scene.limit_s),
@@ -132,7 +133,7 @@ def _looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
 
 
 def _boot_ids(run: RunPaths | None) -> dict[str, str | None]:
-    record = (read_record(run.record) if run else None) or {}
+    record = run_record(run) if run else {}
     return {"at_start": record.get("boot_id"), "now": boot_id()}
 
 
@@ -197,7 +198,7 @@ def _memory() -> str:
 
 def _pid(run: RunPaths | None) -> int | None:
     """The run's command, if it lives."""
-    child = ((read_record(run.supervisor) if run else None) or {}).get("child")
+    child = ((supervisor_record(run) if run else None) or {}).get("child")
     if child and process.alive(child["pid"], child["start"] or -1):
         return int(child["pid"])
     return None

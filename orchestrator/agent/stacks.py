@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 from orchestrator.agent import process
-from orchestrator.agent.files import read_record, write_bytes
+from orchestrator.agent.files import write_bytes
 from orchestrator.agent.looking import Failed, Look, at_once, command, text_of
 from orchestrator.agent.program import which
+from orchestrator.agent.records import supervisor_record
 from orchestrator.agent.serve import Request
 from orchestrator.agent.status import find
 
@@ -21,7 +22,7 @@ THREADS = 400
 def stacks(request: Request) -> dict[str, Any]:
     paths = find(request)
     limit = request.get("timeout_s", (int, float), 10.0)
-    supervisor = read_record(paths.supervisor) or {}
+    supervisor = supervisor_record(paths) or {}
     members = process.Tree(paths.run_id, supervisor.get("pid")).members()
     spy = _spy(request, supervisor)
     looks = {str(one.pid): partial(_dump, one.pid, spy, limit) for one in members}

@@ -18,6 +18,7 @@ from typing import Any
 from orchestrator.agent.files import locked, make_private, read_record, write_bytes, write_record
 from orchestrator.agent.program import boot_id, runnable, search_path
 from orchestrator.agent.protocol import AgentError
+from orchestrator.agent.records import supervisor_record
 from orchestrator.agent.serve import Request
 from orchestrator.paths import RunPaths
 
@@ -98,7 +99,7 @@ def _restore_socket(paths: RunPaths) -> None:
 
     from orchestrator.agent import process, tmux
 
-    supervisor = read_record(paths.supervisor)
+    supervisor = supervisor_record(paths)
     if supervisor is None or os.path.exists(tmux.socket_path()):
         return
     server = process.read(supervisor.get("tmux_pid") or 0)

@@ -15,9 +15,16 @@ import time
 from typing import Any
 
 from orchestrator.agent import process
-from orchestrator.agent.files import read_record, tail_lines
+from orchestrator.agent.files import tail_lines
 from orchestrator.agent.program import boot_id
 from orchestrator.agent.protocol import AgentError
+from orchestrator.agent.records import (
+    ENDED,
+    exit_record,
+    heartbeat,
+    run_record,
+    supervisor_record,
+)
 from orchestrator.agent.serve import Request
 from orchestrator.paths import HostPaths, RunPaths
 
@@ -30,7 +37,6 @@ STALL_STEPS = 20
 STALL_COMPILING_S = 1800.0
 """Compiling says nothing for minutes on a large model."""
 
-ENDED = ("finished", "failed", "stopped")
 _COMPILING = {"started", "plan", "compiling", "compiled", "resumed"}
 _STEP_FIELDS = ("step", "steps", "loss", "tau", "tokens_per_s", "eta_s", "epoch")
 _COUNTS = ("step", "steps")
@@ -55,13 +61,13 @@ def status(request: Request) -> dict[str, Any]:
     paths = find(request)
     stall = request.get("stall_s", (int, float))
     found = summary(paths, lines=request.get("lines", int, 10), stall_s=stall)
-    supervisor = read_record(paths.supervisor)
+    supervisor = supervisor_record(paths)
     root = supervisor["pid"] if supervisor and _lives(supervisor) else None
     members = [] if found["ended"] else process.Tree(paths.run_id, root).members()
     return {
         **found,
-        "record": read_record(paths.record),
-        "exit": read_record(paths.exit),
+        "record": run_record(paths),
+        "exit": exit_record(paths),
         "supervisor": supervisor,
         "processes": process.describe(members),
     }
@@ -104,7 +110,7 @@ def live_runs(paths: HostPaths) -> list[dict[str, Any]]:
     """run.json of each run that has not ended."""
     # The record first: of a thousand runs it settles all but one or two with one look.
     open_ones = [run for run in folders(paths) if not os.path.exists(run.exit)]
-    return [read_record(run.record) or {} for run in open_ones if not _ended(run)]
+    return [run_record(run) for run in open_ones if not _ended(run)]
 
 
 def _ended(paths: RunPaths) -> bool:
@@ -120,10 +126,10 @@ class Folder:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
-        self.record = read_record(paths.record) or {}
-        self.supervisor = read_record(paths.supervisor)
-        self.ending = read_record(paths.exit)
-        self.beat = read_record(paths.heartbeat) or {}
+        self.record = run_record(paths)
+        self.supervisor = supervisor_record(paths)
+        self.ending = exit_record(paths)
+        self.beat = heartbeat(paths)
         self.steps = _records(paths.metrics)
         self.step = self.steps[-1] if self.steps else {}
         self.event = (_records(paths.events) or [{}])[-1]
@@ -139,7 +145,7 @@ class Folder:
         if self.rebooted:
             return "failed", "the container was rebooted under the run"
         if self.supervisor is None:
-            if self.now - self.record.get("created", 0.0) < STARTING_S:
+            if self.now - (self.record.get("created") or 0.0) < STARTING_S:
                 return "starting", None
             return "failed", "it never started"
         if self.alive:
@@ -209,7 +215,7 @@ def summary(paths: RunPaths, *, lines: int, stall_s: float | None = None) -> dic
         "stall_after_s": patience,
         "log_bytes": _size(paths.log),
         "lost_bytes": (run.ending or run.beat).get("lost_bytes", 0),
-        "heartbeat_s": round(run.now - run.beat["time"], 1) if "time" in run.beat else None,
+        "heartbeat_s": round(run.now - run.beat["time"], 1) if run.beat.get("time") else None,
         "last_lines": tail_lines(paths.log, lines) if lines else [],
         "run_dir": paths.root,
     }

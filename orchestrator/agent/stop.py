@@ -10,12 +10,18 @@ import time
 from typing import Any
 
 from orchestrator.agent import process
-from orchestrator.agent.files import read_record, tail_lines, write_record
+from orchestrator.agent.files import tail_lines, write_record
 from orchestrator.agent.program import boot_id
 from orchestrator.agent.protocol import AgentError
-from orchestrator.agent.records import ExitRecord
+from orchestrator.agent.records import (
+    ENDED,
+    ExitRecord,
+    exit_record,
+    run_record,
+    supervisor_record,
+)
 from orchestrator.agent.serve import Request
-from orchestrator.agent.status import ENDED, find, state_of
+from orchestrator.agent.status import find, state_of
 from orchestrator.paths import RunPaths
 
 LAST_LINES = 20
@@ -28,18 +34,18 @@ def stop(request: Request) -> dict[str, Any]:
     paths = find(request)
     grace = request.get("grace_s", (int, float))
     if grace is None:
-        grace = (read_record(paths.record) or {}).get("grace_s", 60)
-    already = os.path.exists(paths.exit) or state_of(paths) in ENDED
+        grace = run_record(paths).get("grace_s", 60)
+    already = state_of(paths) in ENDED
     killed: list[int] = []
     if not already:
         record = {"who": request.get("who", str, ""), "time": time.time(), "grace_s": grace}
         # On a full disk the signal alone has to do, with the run's own grace.
         with contextlib.suppress(OSError):
             write_record(paths.stop, record, durable=False)
-        supervisor = read_record(paths.supervisor)
+        supervisor = supervisor_record(paths)
         if supervisor is None or not _supervised_end(request, paths, supervisor, grace):
             killed = _end_without(request, paths, grace, record)
-    ending = read_record(paths.exit) or {}
+    ending = exit_record(paths) or {}
     return {
         "state": state_of(paths),
         "exit_code": ending.get("exit_code"),
@@ -63,10 +69,10 @@ def _supervised_end(
     began = time.monotonic()
     woken = False
     while time.monotonic() < until:
-        if os.path.exists(paths.exit):
+        if exit_record(paths) is not None:
             return True
         if not process.alive(pid, begun):
-            return os.path.exists(paths.exit)
+            return exit_record(paths) is not None
         if not woken:
             os.kill(pid, signal.SIGCONT)
             os.kill(pid, signal.SIGINT)
@@ -100,7 +106,7 @@ def _end_without(
         "stop": record,
         "killed": ending.killed,
     }
-    if not os.path.exists(paths.exit):
+    if exit_record(paths) is None:
         ExitRecord(paths).write(end)
     return ending.killed
 

@@ -101,7 +101,8 @@ def _run(
 def _state(
     request: Request, paths: RunPaths, before: tuple[str, Any] | None
 ) -> tuple[tuple[str, Any], bool]:
-    from orchestrator.agent.status import ENDED, summary
+    from orchestrator.agent.records import ENDED
+    from orchestrator.agent.status import summary
 
     found = summary(paths, lines=0)
     now = (found["state"], found["attempt"])

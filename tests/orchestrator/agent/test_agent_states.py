@@ -158,6 +158,21 @@ def test_records_that_do_not_parse_do_not_hide_the_run(folder: Folder) -> None:
     assert folder.state() in ("failed", "starting")
 
 
+@pytest.mark.parametrize("wrong", ["x", 7, True, [], {}, {"pid": "x"}, None])
+@pytest.mark.parametrize("name", ["run", "supervisor", "exit", "heartbeat"])
+def test_records_of_other_types_cost_only_their_own_fields(
+    folder: Folder, name: str, wrong: Any
+) -> None:
+    fields = ("name", "created", "boot_id", "command", "pid", "start", "child", "attempt", "time")
+    fields += ("reason", "ended", "exit_code", "signal", "attempts", "lost_bytes", "started")
+    folder.alive()
+    folder.write(f"{name}.json", dict.fromkeys(fields, wrong))
+    found = summary(folder.paths, lines=0)
+    assert found["state"] in {"starting", "failed"}
+    assert isinstance(found["created"], int | float | None)
+    assert isinstance(found["attempts"], list | None)
+
+
 def test_runs_are_listed_newest_first(runs: Any) -> None:
     made = [runs.start("true") for _ in range(3)]
     for run in made:
