@@ -53,10 +53,14 @@ def start(session: Session, targets: list[Target], opening: Opening | None, wish
     if wishes.dry_run:
         _show_plans(targets, orders, release, wishes.ranks, wishes.as_json)
         return 0
-    if opening is None:
-        refs = _launch_nodes(session, targets, orders, release, wishes.ranks, wishes.as_json)
-    else:
-        refs = [_launch_one(session, targets[0], orders[0], release, opening, wishes.as_json)]
+    try:
+        if opening is None:
+            refs = _launch_nodes(session, targets, orders, release, wishes.ranks, wishes.as_json)
+        else:
+            refs = [_launch_one(session, targets[0], orders[0], release, opening, wishes.as_json)]
+    except KeyboardInterrupt:
+        _tell_interrupted(session, orders)
+        raise
     if not (wishes.follow or wishes.wait):
         return 0
     from orchestrator.cli.ending import follow_runs
@@ -120,6 +124,20 @@ def _launch_one(
         # Before the line is written, which takes a round trip more.
         _tell(started, release, as_json)
     return RunRef(target, order.run_id)
+
+
+def _tell_interrupted(session: Session, orders: list[Order]) -> None:
+    """A start that was asked for goes on without us: nobody should have to guess."""
+    from orchestrator.nodes import node_id
+
+    ids = {order.run_id for order in orders}
+    ids |= {node_id(order.run_id, rank) for rank, order in enumerate(orders)}
+    for run in session.state.runs():
+        if run.run_id in ids:
+            output.notice(
+                f"interrupted: {run.run_id} may have started on {run.target.name}; "
+                f"see dflashctl status {run.run_id}"
+            )
 
 
 def _launch_nodes(
