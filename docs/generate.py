@@ -169,7 +169,9 @@ def subparsers(
     if not nested:
         yield title, top
     for action in nested:
+        said = {str(choice.dest): choice.help for choice in action._choices_actions}
         for name, made in action.choices.items():
+            made.description = made.description or said.get(name)
             yield from subparsers(made, f"{title} {name}")
 
 
