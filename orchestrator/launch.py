@@ -57,6 +57,9 @@ class Order:
     log_link: str | None = None
     force: bool = False
     predecessor: str | None = None
+    restarts: int = 0
+    """Attempts after the first that the supervisor makes by itself when the command fails, each from
+    the newest complete checkpoint."""
     nodes: Mapping[str, Any] | None = None
     """Of one run on several containers: this one's rank, their number, all their run ids."""
 
@@ -71,6 +74,7 @@ class Order:
             "gpus": list(target.settings.gpus),
             "meta": self._meta(target, release),
             "force": self.force,
+            "restart": {"max": self.restarts},
         }
         if self.log_link:
             fields["log_link"] = self.log_link

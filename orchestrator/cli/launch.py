@@ -42,6 +42,14 @@ def launch(
     force: Annotated[
         bool, typer.Option("--force", help="Start although another run lives there.")
     ] = False,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            "--restarts",
+            min=0,
+            help="Start again so often after a failure, from the newest checkpoint.",
+        ),
+    ] = 0,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -84,6 +92,7 @@ def launch(
             env_file=env_file,
             log=log,
             force=force,
+            restarts=restarts,
             ranks=ranks,
             follow=follow,
             wait=wait,

@@ -35,6 +35,7 @@ class Wishes:
     env_file: Path | None
     log: str | None
     force: bool
+    restarts: int
     ranks: int | None
     follow: bool
     wait: bool
@@ -93,6 +94,7 @@ def _orders(
             secrets=secrets,
             log_link=wishes.log,
             force=wishes.force,
+            restarts=wishes.restarts,
             predecessor=_predecessor(session, target),
         )
         for target in targets

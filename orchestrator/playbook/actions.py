@@ -89,6 +89,8 @@ class Launch(Action):
     log: Text = None
     """A link to the log at this path in the container."""
     force: bool = False
+    restarts: int = Field(0, ge=0)
+    """Attempts after the first when the command fails, each from the newest checkpoint."""
     ranks: int | None = Field(None, ge=1)
     """Processes of each of several nodes; null: as many as it has GPUs."""
     resume: bool = False

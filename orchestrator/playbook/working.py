@@ -113,6 +113,7 @@ def launch(stage: Stage, action: actions.Launch) -> Done:
             secrets=secrets,
             log_link=action.log,
             force=action.force,
+            restarts=action.restarts,
             predecessor=_predecessor(stage, target),
         )
         for target in stage.targets
