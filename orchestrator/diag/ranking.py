@@ -39,7 +39,7 @@ EFFECT_OF: dict[str, str] = {
     "tmux.died": r"ct\.(?:rebooted|stopped|frozen)|mem\.oom_killed|disk\.full",
     "tmux.socket_lost": r"ct\.",
     "ct.locked": r"ct\.(?:frozen|missing|exec_failed)",
-    "ct.stopped": r"ct\.missing|ct\.exec_failed",
+    "ct.stopped": r"ct\.missing|ct\.exec_failed|ct\.locked",
     "ct.missing": r"ct\.exec_failed",
     "ct.exec_failed": r"ct\.(?:stopped|missing|locked)|ssh\.|tmux\.missing|env\.path",
     "env.path": r"tmux\.missing|ct\.(?:missing|stopped)",
@@ -55,7 +55,7 @@ EFFECT_OF: dict[str, str] = {
     "gpu.throttled": r"gpu\.xid",
     "gpu.arch_unsupported": r"compile\.backend_failed",
     "compile.backend_failed": r"gpu\.(?:arch_unsupported|driver_mismatch|xid|illegal_access)|"
-    r"compile\.(?:cache|fx_race)|disk\.full|shm\.full|mem\.oom",
+    r"compile\.(?:cache|fx_race)|disk\.full|shm\.full|mem\.oom|env\.version",
     "compile.eager_fallback": r"compile\.(?:fx_race|recompile_limit|backend_failed)",
     "compile.recompile_limit": r"compile\.fx_race",
     "compile.recompile_storm": r"compile\.(?:fx_race|recompile_limit)",
@@ -93,14 +93,20 @@ SHALLOW = re.compile(
 def explains(cause: Finding, effect: Finding) -> bool:
     """``effect`` may follow from ``cause``."""
     says_what = cause.code not in ("code.error", "exit.masked", "unknown")
-    if effect.code == "code.error" and says_what and set(cause.evidence) & set(effect.evidence):
+    mere_remark = cause.severity == "info" and effect.severity != "info"
+    if (
+        effect.code == "code.error"
+        and says_what
+        and not mere_remark
+        and set(cause.evidence) & set(effect.evidence)
+    ):
         return True  # one exception: the code that says what it was leads
     if (cause.code, effect.code) == ("run.killed", "code.error"):
         return False
     pattern = EFFECT_OF.get(effect.code)
     if pattern is None or cause.code == effect.code or not re.match(f"(?:{pattern})", cause.code):
         return False
-    if cause.severity == "info" and effect.severity != "info":
+    if mere_remark:
         # A warning may explain a fatal end (an unfused kernel before an out-of-memory), a remark
         # may not.
         return False

@@ -77,7 +77,8 @@ def stopped(e: Evidence) -> Iterator[Finding]:
     hits += [li for li, _ in e.probes.search(r"^\s*(?:status: stopped|State:\s+STOPPED)")]
     if number:
         hits += [li for li, _ in e.probes.search(rf"^\s*{number}\s+stopped\b")]
-    exec_down = any("ipcc" in h.line.text for h in e.search(*EXEC))
+    # With the cluster's file system down, or no quorum, pct refuses to start and cannot know.
+    exec_down = any(re.search("ipcc|quorum", h.line.text) for h in e.search(*EXEC))
     number = number or container_of(e)
     if hits and not exec_down:
         why = e.probes.search(r"\b(?:vzshutdown|vzstop|vzdump|oom-kill|pct (?:stop|shutdown))\b")
@@ -102,7 +103,12 @@ def frozen(e: Evidence) -> Iterator[Finding]:
         li for li, _ in e.probes.search(r"freezer\S*\s*[:=]?\s*FROZEN|status: (?:frozen|paused)")
     ]
     if not hits:
-        hits += e.search(r"\b(?:container|CT)\b.*\b(?:is|all|are)\b.*\bfrozen\b", probes=False)
+        said = e.search(
+            r"\b(?:container|CT)\b.*\b(?:is|all|are)\b.*\bfrozen\b",
+            r"^State:\s+(?:FROZEN|FREEZING)\s*$",  # lxc-info
+            probes=False,
+        )
+        hits += [h for h in said if not e.series.after(h.line.number)]  # steps: it thawed, or text
     if hits:
         number = container_of(e)
         lock = e.probes.search(r"lock: (?:backup|snapshot|\w+)|vzdump")
@@ -129,7 +135,7 @@ def locked(e: Evidence) -> Iterator[Finding]:
     if hits:
         number = container_of(e)
         text = " ".join((h.line if isinstance(h, Hit) else h).text for h in [*hits, *state])
-        holder = re.search(r"lock(?:ed)?:? \(?(\w+)\)?", " ".join(s.text for s in state) or text)
+        holder = re.search(r"lock(?:ed)?:? \(?([\w-]+)\)?", " ".join(s.text for s in state) or text)
         other = [
             p for p in e.probes if re.search(r"\bpct (?:push|pull|restore|migrate)|vzdump", p.text)
         ]
