@@ -95,7 +95,18 @@ def read_outcome(
     done = _done_line(lines, last_step)
     ended = _ended(lines, last_step, done)
     attempt = _attempt(lines, series)
-    going_on = tuple(li.number for li in lines if _GOES_ON.search(li.text) and not li.quiet)
+    # A traceback's own words, such as "got 'retry'", do not say that it was survived.
+    inside = {
+        n
+        for f in failures
+        if f.headed and f.line.source == "log"
+        for n in range(f.first, f.line.number + 1)
+    }
+    going_on = tuple(
+        li.number
+        for li in lines
+        if li.number not in inside and not li.quiet and _GOES_ON.search(li.text)
+    )
     fatal = [
         f
         for f in failures

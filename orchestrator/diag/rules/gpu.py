@@ -12,12 +12,13 @@ from orchestrator.diag.text import Line
 OOM = (
     r"CUDA out of memory",
     r"torch\.(?:cuda\.)?OutOfMemoryError",
-    r"(?:CUDA|CUDA driver|HIP) error: out of memory",
+    r"(?:CUDA|CUDA driver|HIP) error: out of memory|Triton Error \[CUDA\]: out of memory",
     r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
     r"(?:CUBLAS|CUSPARSE|CUSOLVER|CUDNN)_STATUS_ALLOC_FAILED",
     r"Cuda failure (?:2 )?'out of memory'",
     r"RESOURCE_EXHAUSTED: Out of memory|std::bad_alloc: .*out_of_memory: CUDA",
 )
+_NO_ALLOCATOR = re.compile(r"(?:Value|Key|Type|Name|Index|Attribute|Assertion|Syntax)Error")
 _TRITON = re.compile(r"out of resource|Hardware limit|No valid triton configs|choice ")
 ILLEGAL = (
     r"an illegal memory access was encountered|cudaErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -103,6 +104,9 @@ def out_of_memory(e: Evidence) -> Iterator[Finding]:
     memory'``. Triton's ``OutOfMemoryError: out of resource`` speaks of shared memory in one kernel
     and is another matter."""
     hits = [h for h in e.search(*OOM) if not _TRITON.search(h.line.text)]
+    # Quoted by an exception of a type that no allocator raises.
+    quoted = {f.line for f in e.failures if f.headed and _NO_ALLOCATOR.fullmatch(f.name)}
+    hits = [h for h in hits if h.line not in quoted]
     if not hits:
         return
     text = next(
