@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import host_of
+from orchestrator.diag.text import Line
 
 WAY = r"ssh|connect|^pct|agent|tcp|ping|tail|exec"  # probes that tell of our own way in
 UNREACHABLE = (
@@ -96,6 +98,15 @@ def authentication(e: Evidence) -> Iterator[Finding]:
         )
 
 
+def _raised_by_client(e: Evidence) -> list[Line]:
+    """Last lines of exceptions that passed through fabric or paramiko, whatever they say."""
+    return [
+        f.line
+        for f in e.errors
+        if any(re.search(r"/(?:fabric|paramiko)/", frame.file) for frame in f.frames)
+    ]
+
+
 def unreachable(e: Evidence) -> Iterator[Finding]:
     """OpenSSH and paramiko before any key is exchanged: DNS, TCP, banner. A key that is refused or
     differs proves that the host was reached, so those rules win."""
@@ -103,7 +114,7 @@ def unreachable(e: Evidence) -> Iterator[Finding]:
     hits += [
         h
         for h in e.search(r"gaierror|Name or service not known|Temporary failure in name resol")
-        if _about_ssh(h.line.text) or "ssh" in h.line.source
+        if _about_ssh(h.line.text) or "ssh" in h.line.source or h.line in _raised_by_client(e)
     ]
     hits += [
         h

@@ -125,7 +125,9 @@ def _after_steps(e: Evidence, hit: Hit) -> bool:
 
 
 def _about_ssh(hit: Hit) -> bool:
-    return re.search(r"\bssh\b|port 22\b|paramiko|sshd", hit.line.text) is not None
+    # OpenSSH's client says of its own connection what NCCL says of a rank's.
+    words = r"\bssh\b|port 22\b|paramiko|sshd|Read from remote host|client_loop|kex_exchange"
+    return re.search(words, hit.line.text) is not None
 
 
 def init(e: Evidence) -> Iterator[Finding]:
