@@ -16,8 +16,8 @@ VERSION = (
     r"version `(?:GLIBC|GLIBCXX|CXXABI|CUDA)[_\d.]*' not found",
     r"PyTorch and torch(?:vision|audio) were compiled with different CUDA",
     r"operator torchvision::nms does not exist",
-    r"compiled using NumPy 1\.x cannot be run in NumPy 2|numpy\.(?:dtype|ufunc) size changed|"
-    r"_ARRAY_API not found",
+    r"compiled using NumPy 1\.x cannot be run in|numpy\.(?:dtype|ufunc) size changed|"
+    r"_ARRAY_API not found|numpy\.core\.multiarray failed to import",
     r"\S+[<>=!~]=?[\d.]+\S* is required for a normal functioning of this module,? but found",
     r"ImportError: \S+[<>=!]=?[\d.]\S* is required",
     r"requires? (?:the )?\S+ ?(?:>=|==|<=|~=|<|>) ?[\d.]+\S*,? but (?:you have|found|got|it is|"
@@ -44,6 +44,10 @@ VERSION = (
 PATH = (
     r"(?:^|: )(?:line \d+: )?([\w./+-]+): (?:command )?not found\b",
     r"(?:^|: )command not found: ([\w./+-]+)",
+    # bash in de, fr, es, it, pt, nl, pl, ru, zh, ja
+    r": ([\w./+-]+) ?: (?:Kommando nicht gefunden|Befehl nicht gefunden|commande introuvable|"
+    r"orden no encontrada|comando non trovato|comando não encontrado|opdracht niet gevonden|"
+    r"nie znaleziono polecenia|команда не найдена|未找到命令|コマンドが見つかりません)",
     r"exec: \"([^\"]+)\": executable file not found in \$PATH",
     r"/usr/bin/env: ['‘]?([\w./+-]+)['’]?: No such file or directory",
     r"FileNotFoundError: \[Errno 2\] No such file or directory: '((?:\w[\w+-]*)|"
@@ -250,6 +254,12 @@ def drift(e: Evidence) -> Iterator[Finding]:
     )
 
 
+_MODEL_CLASS = re.compile(
+    r"(?:Auto|PreTrained|Qwen|Llama|Mistral|Mixtral|Gemma|Deepseek|Phi|Glm|GPT)\w*"
+    r"(?:Model|LM|Config|Tokenizer\w*|Attention|Layer)$"
+)
+
+
 def _names_package(failure: Failure, names: set[str]) -> bool:
     files = " ".join(fr.file for link in failure.chain() for fr in link.frames)
     packages = {
@@ -266,6 +276,10 @@ def _names_package(failure: Failure, names: set[str]) -> bool:
         "NotImplementedError",
         "ModuleNotFoundError",
     )
+    # Python refuses a call's arguments before the callee has a frame: its class must tell.
+    signature = re.match(r"(\w+)\.\w+\(\) (?:got an? |takes |missing )", failure.message)
+    if signature is not None and _MODEL_CLASS.match(signature[1]):
+        packages.add("transformers")
     return code_error and bool(packages & names)
 
 
