@@ -9,6 +9,7 @@ from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import container_of
 from orchestrator.diag.text import Line
+from orchestrator.diag.tracebacks import Failure
 
 OOM_KERNEL = (
     r"(?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+",
@@ -123,18 +124,26 @@ PINNED = (
 )
 
 
+def _pinning(failure: Failure) -> bool:
+    return "OS call failed or operation not supported" in failure.message and any(
+        re.search(r"pin_memory|pinned|cudaHost|HostAlloc", fr.code) for fr in failure.frames
+    )
+
+
 def pinned(e: Evidence) -> Iterator[Finding]:
     """NCCL's ``Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory``, libibverbs'
     ``RLIMIT_MEMLOCK is 65536 bytes``; ``ulimit -l`` small. Free memory is not the matter."""
-    hits = e.search(*PINNED, system=True)
-    if not hits:
-        return
+    hits: list[Hit | Failure] = [*e.search(*PINNED, system=True)]
     limit = [
         p.lines[0]
         for p in e.probes.named(r"ulimit_?l|memlock")
         if re.search(r"\d", p.text) and "unlimited" not in p.text
     ]
     limit += [li for li, _ in e.probes.search(r"(?i)max locked memory\D+\d+")]
+    if limit:  # cudaHostAlloc's refusal names no cause: the call and the limit do
+        hits += [f for f in e.errors if _pinning(f) and not e.recovered(f.line)]
+    if not hits:
+        return
     number = container_of(e)
     yield e.found(
         "mem.pinned_limit",
@@ -255,7 +264,8 @@ def oversubscribed(e: Evidence) -> Iterator[Finding]:
 
 def _threads_asked(e: Evidence) -> int:
     """Of OMP_NUM_THREADS, in all ranks."""
-    asked = [int(h[1]) for h in e.search(r"OMP_NUM_THREADS ?[=:] ?(\d+)", quiet=True)]
+    said = r"OMP_NUM_THREADS ?[=:] ?(\d+)|\b(\d+) threads (?:a|per|each|/) ?(?:rank|process|worker)"
+    asked = [int(h[1] or h[2]) for h in e.search(said, quiet=True)]
     ranks = [int(h[1]) for h in e.search(r"\b(\d+) (?:ranks|processes)\b", quiet=True)]
     return max(asked, default=0) * max([1, *ranks])
 

@@ -160,10 +160,12 @@ def starved(e: Evidence) -> Iterator[Finding]:
         and not re.search(r"(?i)not empty|never|no longer", h.line.text)
     ]
     mostly = len(said) >= 3 or any((_seconds(h) or 0) >= 5 for h in said)
-    if not (shares == "starved" or (mostly and shares != "backpressure")):
+    timed = [s for s in e.progress if s.waiting_share is not None][-8:]
+    loading = len(timed) >= 3 and median(s.waiting_share or 0.0 for s in timed) > 0.5
+    if not (shares == "starved" or ((mostly or loading) and shares != "backpressure")):
         return
-    data = any(re.search(r"(?i)\bdata|loader|disk|nfs", h.line.text) for h in said)
-    steps = _idle_steps(e)[-2:]
+    data = loading or any(re.search(r"(?i)\bdata|loader|disk|nfs", h.line.text) for h in said)
+    steps = _idle_steps(e)[-2:] or (timed[-2:] if loading else [])
     yield e.found(
         "throughput.starved",
         "the drafters wait for "
