@@ -9,6 +9,7 @@ from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import mount_of, path_in
 from orchestrator.diag.text import Line
+from orchestrator.diag.tracebacks import Failure
 
 FX_FLAG = (
     r"Detected that you are using FX to (?:symbolically trace|torch\.jit\.trace)[^\n]*",
@@ -350,6 +351,14 @@ def _one_choice(hit: Hit) -> bool:
     )
 
 
+def _torn_entry(f: Failure) -> bool:
+    """By its own type, or by the one that inductor wraps (``InductorError: EOFError: Ran out of
+    input``)."""
+    torn = r"JSONDecodeError|EOFError|UnpicklingError|BadZipFile"
+    wrapped = "Inductor" in f.name and re.match(rf"(?:\w+\.)*(?:{torn})\b", f.message)
+    return bool(wrapped or re.search(rf"{torn}|FileNotFoundError|zlib|OSError", f.name))
+
+
 def cache(e: Evidence) -> Iterator[Finding]:
     """The cache of inductor or Triton (``/tmp/torchinductor_USER``, ``~/.triton/cache``): a full or
     noexec /tmp (``failed to map segment``), a truncated entry (``file too short``, ``EOFError`` in
@@ -362,10 +371,7 @@ def cache(e: Evidence) -> Iterator[Finding]:
     inside = [
         f
         for f in e.errors
-        if re.search(
-            r"JSONDecodeError|EOFError|UnpicklingError|BadZipFile|FileNotFoundError|zlib|OSError",
-            f.name,
-        )
+        if _torn_entry(f)
         and any(
             re.search(
                 r"codecache|triton/runtime/cache|_inductor/(?:runtime|triton_bundler|remote_cache)|"

@@ -39,6 +39,7 @@ READONLY = (
     r"I/O error, dev (?:sd|nvme|vd|dm-)\w*",
     r"\[Errno 5\]|Input/output error|\bEIO\b|os error 5\b",
     r"\[Errno 116\]|Stale file handle|\bESTALE\b|os error 116\b",
+    r"\[Errno 117\]|Structure needs cleaning|\bEUCLEAN\b|os error 117\b",
     r"\[Errno 121\]|Remote I/O error|\[Errno 107\]|Transport endpoint is not connected",
     r"nvme\d+: (?:controller is down|I/O \d+ .* timeout|.*removing after probe failure)",
     r"BTRFS.*(?:forced readonly|error)|pool '?\S+'? (?:is|has been) suspended|"

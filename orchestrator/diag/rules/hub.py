@@ -51,7 +51,8 @@ def auth(e: Evidence) -> Iterator[Finding]:
     hits = [
         h for h in e.search(*AUTH) if not e.recovered(h.line) and "publickey" not in h.line.text
     ]
-    hits = [h for h in hits if not re.search(r"ssh|wandb", h.line.text)]
+    # A proxy's own 403 is no word of the hub.
+    hits = [h for h in hits if not re.search(r"ssh|wandb|[Pp]roxy|Tunnel", h.line.text)]
     if hits and re.search(
         r"40[134]|[Gg]ated|[Tt]oken|authent|restricted|Repository|log ?in",
         " ".join(h.line.text for h in hits),

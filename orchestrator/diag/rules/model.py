@@ -75,6 +75,8 @@ MISMATCH = (
     r"(?:config|fingerprint|hash|world[_ ]size|target|vocab|block_size|"
     r"layers?)[^\n]*(?:differs?|mismatch|changed|!=)[^\n]*(?:checkpoint|ckpt|resume)",
     r"param_groups?[^\n]*(?:mismatch|differ)|optimizer state[^\n]*(?:shape|size|mismatch|does not)",
+    r"Missing key in checkpoint state_dict|"  # torch.distributed.checkpoint
+    r"Size mismatch between saved \S+ and current",
     r"Loading a dataset cached|world size (?:of the checkpoint|changed|mismatch)[^\n]*\d+",
 )
 _CKPT = re.compile(
