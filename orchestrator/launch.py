@@ -58,8 +58,8 @@ class Order:
     force: bool = False
     predecessor: str | None = None
     restarts: int = 0
-    """Attempts after the first that the supervisor makes by itself when the command fails, each from
-    the newest complete checkpoint."""
+    """Attempts after the first that the supervisor makes by itself when the command fails, each
+    from the newest complete checkpoint."""
     nodes: Mapping[str, Any] | None = None
     """Of one run on several containers: this one's rank, their number, all their run ids."""
 
