@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from orchestrator.errors import UsageError
 from orchestrator.paths import LaptopPaths
 from orchestrator.target import Target
 
@@ -32,19 +34,31 @@ class LaptopState:
         self.paths = laptop
 
     def remember(self, run_id: str, target: Target) -> None:
-        """Before the run starts: a laptop that dies now still knows where to look."""
+        """Before the run starts: a laptop that dies now still knows where to look.
+
+        :raises UsageError: it cannot be written.
+        """
         run = RememberedRun(run_id=run_id, target=target, launched=time.time())
-        write_private(self.paths.run(run_id), run.model_dump_json(exclude_unset=True))
-        write_private(self.paths.newest_run, json.dumps({"run_id": run_id}))
+        try:
+            write_private(self.paths.run(run_id), run.model_dump_json(exclude_unset=True))
+            write_private(self.paths.newest_run, json.dumps({"run_id": run_id}))
+        except OSError as error:
+            raise UsageError(
+                f"this machine cannot write down the run: {error.strerror}: {self.paths.runs}",
+                next_step="make room there, make it writable, or set XDG_STATE_HOME",
+                run_id=run_id,
+            ) from None
 
     def forget(self, run_id: str) -> None:
         """A launch that was refused leaves no pointer behind."""
-        self.paths.run(run_id).unlink(missing_ok=True)
-        rest = sorted(self.runs(), key=lambda run: run.launched)
-        if rest:
-            write_private(self.paths.newest_run, json.dumps({"run_id": rest[-1].run_id}))
-        else:
-            self.paths.newest_run.unlink(missing_ok=True)
+        # Where none can be written none can be removed: the refusal itself is what matters.
+        with contextlib.suppress(OSError):
+            self.paths.run(run_id).unlink(missing_ok=True)
+            rest = sorted(self.runs(), key=lambda run: run.launched)
+            if rest:
+                write_private(self.paths.newest_run, json.dumps({"run_id": rest[-1].run_id}))
+            else:
+                self.paths.newest_run.unlink(missing_ok=True)
 
     def newest(self) -> RememberedRun | None:
         """The newest run launched from this laptop."""
@@ -68,7 +82,11 @@ class LaptopState:
     def know_agent(self, place: str, digest: str) -> None:
         known = read_json(self.paths.known_agents) or {}
         if known.get(place) != digest:
-            write_private(self.paths.known_agents, json.dumps({**known, place: digest}, indent=0))
+            # It only saves a question: a full disk or a home folder that is read-only is no reason
+            # to give up a connection.
+            with contextlib.suppress(OSError):
+                text = json.dumps({**known, place: digest}, indent=0)
+                write_private(self.paths.known_agents, text)
 
     def _read(self, path: Path) -> RememberedRun | None:
         data = read_json(path)

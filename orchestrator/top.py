@@ -134,7 +134,7 @@ def _row(row: Row, widths: list[int], bars: str) -> Line:
     cells = [""] * len(COLUMNS)
     cells[0] = fit_run(row.run_id, widths[0]) if row.run_id else "-"
     cells[1] = fit(row.where, widths[1])
-    cells[2] = _state(row)
+    cells[2] = state_text(row)
     if summary is not None and summary.step is not None:
         cells[3] = f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step)
     if live and summary is not None and summary.tokens_per_s is not None:
@@ -151,7 +151,7 @@ def _row(row: Row, widths: list[int], bars: str) -> Line:
     return Line(_join([fit(c, w) for c, w in zip(cells, widths, strict=True)], widths), styles)
 
 
-def _state(row: Row) -> str:
+def state_text(row: Row) -> str:
     error = row.watched.unreachable
     if row.run_id is None and error is None:
         return "idle"

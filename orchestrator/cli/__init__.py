@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 
@@ -15,9 +17,10 @@ def main() -> None:
 
         complete(words[1:])
         return
+    _prepare_streams()
     # pydantic would look through every installed distribution for plugins of its own.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    from orchestrator.errors import DflashctlError
+    from orchestrator.errors import DflashctlError, UsageError
 
     options = words[: words.index("--")] if "--" in words else words
     try:
@@ -31,3 +34,28 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        # Of a stream, not of a file: `dflashctl tail > log` on a full disk.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        from orchestrator.cli import output
+
+        full = UsageError(
+            f"the output could not be written: {error.strerror}",
+            next_step="free some space on this machine, or send the output elsewhere",
+        )
+        output.fail(full, as_json=False)
+        # What waits in the buffer would fail once more when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+
+
+def _prepare_streams() -> None:
+    """No character of a log or a file name, and no closed descriptor, may end a verb."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            # Under an ASCII locale, and for names that are not UTF-8.
+            stream.reconfigure(errors="backslashreplace")

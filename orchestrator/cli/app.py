@@ -12,8 +12,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from orchestrator.errors import UsageError
+
 COMMAND_KEY = "dflashctl.command"
 """In ``ctx.meta``: the words after ``--``, or absent."""
+
+JSON_KEY = "dflashctl.json"
+"""In ``ctx.meta``: whether ``--json`` was given."""
+WRONG_USAGE: Any = typer.BadParameter.__base__
+"""What the parser raises: it has no public name of its own."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,21 @@ class CommandVerb(VerbCommand):
 
 class VerbGroup(TyperGroup):
     """Verbs by name; the summaries of the table stand in for modules that nobody called."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = args[: args.index("--")] if "--" in args else args
+        ctx.meta[JSON_KEY] = "--json" in words
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except WRONG_USAGE as error:
+            if not ctx.meta[JSON_KEY]:
+                raise
+            # Whoever asked for JSON parses what comes.
+            verb = getattr(getattr(error, "ctx", None), "command_path", "dflashctl")
+            raise UsageError(error.format_message(), next_step=f"{verb} --help") from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)

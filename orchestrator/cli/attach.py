@@ -10,7 +10,7 @@ import typer
 
 from orchestrator import pct
 from orchestrator.cli import output
-from orchestrator.cli.options import CtOption, HostOption, InventoryOption, Runs
+from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
 from orchestrator.cli.session import open_session
 from orchestrator.errors import RefusedError, UsageError
 from orchestrator.launch import host_ssh_argv
@@ -24,12 +24,14 @@ def attach(
         bool, typer.Option("--dry-run", help="Print the command; do not run it.")
     ] = False,
     inventory: InventoryOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Attach the terminal to a run's tmux session; leave it with Ctrl-b d.
 
     OpenSSH's own client carries the terminal: it knows sizes, escapes and every setting of yours.
+    With --json the command is printed, as with --dry-run.
     """
-    if not dry_run and not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not dry_run and not as_json and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
             "attach needs a terminal", next_step="use `dflashctl tail` in scripts and pipes"
         )
@@ -50,6 +52,10 @@ def attach(
     target = ref.target
     remote = pct.exec_argv(target.ct, inner, pct=target.host.settings.pct)
     argv = host_ssh_argv(target.host, remote, terminal=True)
+    if as_json:
+        place = {"run_id": ref.run_id or answer["session"], "host": target.host.name}
+        output.emit({**place, "ct": target.ct, "argv": argv})
+        return
     if dry_run:
         output.say(pct.shell_line(argv))
         return

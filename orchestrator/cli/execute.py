@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -10,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator import fleet as fleets
 from orchestrator import pct
 from orchestrator.audit import audited
 from orchestrator.channel import AgentChannel
@@ -19,7 +19,7 @@ from orchestrator.cli.app import COMMAND_KEY
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
 from orchestrator.errors import UsageError
-from orchestrator.launch import host_ssh_argv
+from orchestrator.launch import Step, ssh_argv
 from orchestrator.run import seconds
 from orchestrator.target import Target
 
@@ -55,8 +55,7 @@ def execute(
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         if dry_run:
             for target in found:
-                output.say(f"ssh     {pct.shell_line(_shown(target))}")
-                output.say(f"agent   exec {fields}")
+                _show_plan(target, fields, as_json)
             return
         codes = []
         for target in found:
@@ -68,8 +67,17 @@ def execute(
     raise typer.Exit(max(codes))
 
 
-def _shown(target: Target) -> list[str]:
-    return host_ssh_argv(target.host, [*fleets.agent_argv(target)[:-1], "LOADER"])
+def _show_plan(target: Target, fields: dict[str, Any], as_json: bool) -> None:
+    steps = [
+        Step("ssh", pct.shell_line(ssh_argv(target))),
+        Step("agent", f"exec {json.dumps(fields, ensure_ascii=False)}"),
+    ]
+    if as_json:
+        shown = [{"to": step.label, "text": step.text} for step in steps]
+        output.emit({"host": target.host.name, "ct": target.ct, "steps": shown})
+        return
+    for step in steps:
+        output.say(step.line())
 
 
 def _run(

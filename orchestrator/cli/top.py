@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.alarm import DROP
 from orchestrator.cli import output
-from orchestrator.cli.options import CtOption, HostOption, InventoryOption, Targets
+from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
 from orchestrator.errors import UsageError
-from orchestrator.target import everything
-from orchestrator.top import BARS, PLAIN_BARS, Board, Line, frame
+from orchestrator.target import Target, everything
+from orchestrator.top import BARS, PLAIN_BARS, Board, Line, frame, state_text
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -27,10 +27,11 @@ def top(
     host: HostOption = None,
     ct: CtOption = None,
     inventory: InventoryOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show every run live: state, step, tokens a second, ETA, GPU use, alarms.
 
-    Ctrl-C leaves. Into a pipe it prints one frame.
+    Ctrl-C leaves. Into a pipe, and with --json, it prints how things stand once.
     """
     with open_session(inventory, ask=False) as session:
         chosen = session.targets(targets, host, ct) or everything(session.inventory)
@@ -45,7 +46,10 @@ def top(
         board = Board(session.fleet, chosen, drop=DROP)
         board.start()
         try:
-            if sys.stdout.isatty():
+            if as_json:
+                board.wait_for_all(FIRST_S)
+                output.emit({"runs": _as_json(board, chosen), "alarms": list(board.alarms)})
+            elif sys.stdout.isatty():
                 _live(board)
             else:
                 board.wait_for_all(FIRST_S)
@@ -53,6 +57,18 @@ def top(
                     output.say(line.text)
         finally:
             board.stop()
+
+
+def _as_json(board: Board, targets: list[Target]) -> list[dict[str, Any]]:
+    """A run a row; a container without one, or that does not answer, has no run id."""
+    by_name = {target.name: target for target in targets}
+    found = []
+    for row in board.rows:
+        target, summary = by_name[row.where], row.watched.summary
+        place = {"run_id": None, "host": target.host.name, "ct": target.ct}
+        known = summary.as_json(target) if summary else {**place, "state": state_text(row)}
+        found.append({**known, "gpu": row.gpu})
+    return found
 
 
 def _frame(board: Board) -> list[Line]:

@@ -43,6 +43,10 @@ def push(
     with open_session(inventory) as session:
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         release = releases.build(snapshot.find_root(code, working_folder()), session.laptop)
+        if dry_run and as_json:
+            paths = [entry.path for entry in release.entries]
+            output.emit({"release": release.id, "bytes": release.bytes, "paths": paths})
+            return
         if dry_run:
             for entry in release.entries:
                 output.say(entry.path)

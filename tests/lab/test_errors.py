@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,57 @@ def test_wrong_options_are_wrong_usage(cli: Cli, code: Path) -> None:
         ("exec", "lab-200"),
     ):
         said(cli, 2, *words, cwd=code)
+
+
+def test_wrong_usage_is_json_where_json_was_asked_for(cli: Cli) -> None:
+    for words in (("ps", "--no-such-option"), ("status", "-n", "x"), ("lanch",), ("env", "diff")):
+        done = cli.json(*words, code=2)
+        assert (done["error"], done["exit_code"]) == ("UsageError", 2)
+
+
+def test_every_look_before_the_leap_is_json_too(cli: Cli, code: Path) -> None:
+    steps = cli.json("exec", "lab-201", "--dry-run", "--", "echo", "it's")["steps"]
+    assert json.loads(steps[1]["text"].removeprefix("exec ")) == {"command": ["echo", "it's"]}
+    assert cli.json("push", "lab-201", "--dry-run", cwd=code)["paths"] == ["start_training.sh"]
+    rows = {row["ct"]: row["state"] for row in cli.json("top")["runs"] if row["run_id"] is None}
+    assert rows[202] == "off"
+
+
+def test_characters_that_the_terminal_lacks_end_no_verb(cli: Cli, code: Path) -> None:
+    cli.extra = {"PYTHONIOENCODING": "ascii"}
+    (code / "\udcff").touch()
+    assert "\\udcff" in cli("push", "lab-201", "--dry-run", cwd=code, code=0).stdout
+    assert "\\u2026" in cli("launch", "lab-200", "--code", code / "..", code=2).stderr
+
+
+def test_output_that_cannot_be_written_is_one_message(cli: Cli) -> None:
+    argv = [sys.executable, "-m", "orchestrator.cli", "inventory", "list"]
+    for words in (argv, [*argv, "--json"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                words, env=cli.environment, stdout=full, stderr=subprocess.PIPE, text=True
+            )
+        assert done.returncode == 1
+        assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_home_folder_that_cannot_be_written_starts_nothing(cli: Cli, code: Path) -> None:
+    (cli.home / ".local").write_text("in the way")
+    (cli.home / ".cache").write_text("in the way")
+    text = said(cli, 2, "launch", "lab-201", cwd=code)
+    assert "cannot write down the run" in text and "XDG_STATE_HOME" in text
+    assert cli.json("ps", "lab-201", "--all")["runs"] == []
+
+
+def test_a_folder_that_is_gone_under_the_shell(cli: Cli, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    line = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m orchestrator.cli push lab-201"
+    done = subprocess.run(
+        ["sh", "-c", line], env=cli.environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "the folder this shell stands in is gone" in done.stderr
 
 
 # The trainer's config
