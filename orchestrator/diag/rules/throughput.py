@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 
 from orchestrator.diag.evidence import Evidence, Hit
@@ -37,7 +38,7 @@ def collapse(e: Evidence) -> Iterator[Finding]:
     """The last lines' median rate below half of the run's own best stretch, or below six tenths of
     the predecessor's or the plan's. Warm-up, one slow line round a checkpoint, and a rate that came
     back are healthy."""
-    rates = [(s, r) for s, r in Series(e.progress).rates() if r > 0]
+    rates = [(s, r) for s, r in Series(e.progress).rates() if r > 0] or _bar_rates(e.lines)
     if len(rates) < 3:
         return
     values = [r for _, r in rates]
@@ -83,6 +84,37 @@ _ADVICE = (
     "neighbours?\n"
     "TORCH_LOGS=recompiles   # compiling all the time?  py-spy top --pid PID   # where it is"
 )
+
+
+_BAR = re.compile(r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d\d)<")
+
+
+def _bar_rates(lines: list[Line]) -> list[tuple[Step, float]]:
+    """Steps a second of tqdm's bar without a title, which is the transformers Trainer's.
+
+    Its dictionaries give no rate, and the rate in the bar is smoothed: one validation would slow it
+    for a dozen steps. So elapsed time is read, whole seconds, at points 5 s or more apart. Bars
+    over rows of data run at hundreds a second and are left out.
+    """
+    points: dict[int, list[tuple[Line, int, int]]] = {}
+    for line in lines:
+        if (match := _BAR.match(line.text)) is not None:
+            done, total = int(match[1]), int(match[2])
+            seconds = int(match[3] or 0) * 3600 + int(match[4]) * 60 + int(match[5])
+            known = points.setdefault(total, [])
+            if known and done <= known[-1][1]:
+                known.clear()  # begun anew
+            if not known or seconds >= known[-1][2] + 5:
+                known.append((line, done, seconds))
+    longest = max(points.values(), key=len, default=[])
+    rates = [
+        (
+            Step(line, done, steps_per_s=(done - before) / (now - then)),
+            (done - before) / (now - then),
+        )
+        for (_, before, then), (line, done, now) in pairwise(longest)
+    ]
+    return rates if len(rates) >= 6 and median(r for _, r in rates) < 50 else []
 
 
 def _best(rates: list[tuple[Step, float]]) -> tuple[float, Step]:
