@@ -22,7 +22,7 @@ trap leave EXIT
 trap 'exit 130' INT TERM
 
 run dflashctl lab up
-run dflashctl launch --host lab --ct 200 --code "$here" --config config.yaml --name demo
+run dflashctl launch --host lab --ct 200 --code "$here" --config "$here/config.yaml" --name demo
 run dflashctl tail
 run dflashctl status
 run dflashctl diag
