@@ -14,6 +14,7 @@ from orchestrator.errors import (
     RunFailed,
     RunNotFound,
     TransferError,
+    UsageError,
 )
 
 # kind → class and next step. The agent's own message says what happened.
@@ -30,6 +31,11 @@ _KINDS: dict[str, tuple[type[DflashctlError], str]] = {
     "tmux.failed": (RefusedError, "`dflashctl doctor` looks at tmux and its socket"),
     "lease.held": (RefusedError, "wait for that run, stop it, or choose other GPUs"),
     "file.not_found": (NotFoundError, "check the path; a relative one is below the run's folder"),
+    "file.unusable": (
+        RefusedError,
+        "look at that path in the container, or set its `workdir` in the inventory",
+    ),
+    "request.invalid": (UsageError, "give it as `dflashctl VERB --help` says"),
     "ct.not_found": (ContainerMissing, "`pct list` on the host shows its containers"),
     "release.not_found": (NotFoundError, "push it again: dflashctl push"),
     "release.in_use": (RefusedError, "stop the run that uses it first"),

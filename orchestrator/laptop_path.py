@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.errors import UsageError
@@ -29,4 +31,19 @@ def working_folder() -> Path:
         raise UsageError(
             "the folder this shell stands in is gone",
             next_step="change to the project's folder (cd), or give --code DIR",
+        ) from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What a person asked to be written at ``path``, or below it.
+
+    :raises UsageError: it cannot be: no room, no permission, something else stands there.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or path} cannot be written: {error.strerror or error}",
+            next_step="make room there, or give another place",
         ) from None

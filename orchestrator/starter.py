@@ -15,6 +15,7 @@ import yaml
 from orchestrator import inventory as inventories
 from orchestrator.errors import UsageError
 from orchestrator.inventory import NAME, Inventory
+from orchestrator.laptop_path import writing
 from orchestrator.launch import START_SCRIPT
 from orchestrator.paths import DEFAULT_WORKDIR, LaptopPaths
 from orchestrator.target import resolve_host
@@ -88,7 +89,8 @@ def write(files: dict[Path, str]) -> list[Written]:
     """Make each file that is not there yet; one that is there stays untouched."""
     done = []
     for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # "x": nobody's file is replaced, not even one made a moment ago.
             with path.open("x", encoding="utf-8") as stream:

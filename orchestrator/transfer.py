@@ -17,6 +17,7 @@ from orchestrator.channel import AgentChannel
 from orchestrator.errors import ConnectionLost, HostUnreachable, NotFoundError, TransferError
 from orchestrator.fleet import Fleet
 from orchestrator.follow import BACKOFF_S, Notice
+from orchestrator.laptop_path import writing
 from orchestrator.paths import RunPaths
 from orchestrator.request import Request
 from orchestrator.target import Target
@@ -149,7 +150,8 @@ def pull(
     while True:
         try:
             channel = fleet.container(target)
-            _pull_once(channel, source, pulled, wanted, notice, progress)
+            with writing(destination):
+                _pull_once(channel, source, pulled, wanted, notice, progress)
             return pulled
         except (ConnectionLost, HostUnreachable) as error:
             if channel is None:

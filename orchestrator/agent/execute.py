@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from orchestrator.agent.protocol import AgentError
-from orchestrator.agent.serve import Cancelled, Request
+from orchestrator.agent.serve import Cancelled, Request, from_os_error
 from orchestrator.agent.start import variables
 
 PIECE = 256 << 10
@@ -40,7 +40,7 @@ def execute(request: Request) -> dict[str, Any]:
         )
     except OSError as error:
         raise AgentError(
-            "file.not_found" if isinstance(error, FileNotFoundError) else "os",
+            from_os_error(error).kind,
             f"cannot start {command[0]!r}: {error.strerror}",
             errno=error.errno,
             path=error.filename,

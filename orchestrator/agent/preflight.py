@@ -239,6 +239,11 @@ def _cpu() -> dict[str, Any]:
 def _workdir(workdir: str) -> dict[str, Any]:
     folder = _existing(workdir)
     value = {"path": workdir, "exists": folder == workdir}
+    for place in (f"{workdir}/dflashctl/{name}" for name in ("runs", "releases", "blobs", "agent")):
+        while place != folder and place != "/":
+            if os.path.lexists(place) and not os.path.isdir(place):
+                raise Bad(f"{place} is in the way: it is no folder", value)
+            place = os.path.dirname(place)
     try:
         descriptor, path = tempfile.mkstemp(prefix=".dflashctl-", dir=folder)
     except OSError as error:

@@ -325,6 +325,10 @@ def from_os_error(error: OSError) -> AgentError:
         errno.EDQUOT: "disk.full",
         errno.EROFS: "disk.readonly",
         errno.ENOENT: "file.not_found",
+        # Something else stands there, or it is not ours to touch.
+        **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "file.unusable"),
+        **dict.fromkeys((errno.ELOOP, errno.ENAMETOOLONG), "file.unusable"),
+        **dict.fromkeys((errno.EACCES, errno.EPERM), "file.unusable"),
     }.get(error.errno or 0, "os")
     name = errno.errorcode.get(error.errno or 0, "")
     message = f"{error.strerror or error}" + (f": {path}" if path else "")

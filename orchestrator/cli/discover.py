@@ -14,6 +14,7 @@ from orchestrator.cli.options import InventoryOption, JsonOption
 from orchestrator.cli.session import Session, open_session
 from orchestrator.discover import Discovery
 from orchestrator.errors import DflashctlError, UsageError
+from orchestrator.laptop_path import writing
 from orchestrator.state import write_private
 from orchestrator.target import HostTarget, resolve_host
 
@@ -80,7 +81,8 @@ def _one(session: Session, host: HostTarget, folder: Path | None, as_json: bool)
 def _write(path: Path, text: str, found: Discovery) -> None:
     if path.exists():
         text = discovering.add(path.read_text(encoding="utf-8"), found, path)
-    write_private(path, text)
+    with writing(path):
+        write_private(path, text)
 
 
 def _tell(found: Discovery, path: Path | None) -> None:

@@ -25,6 +25,7 @@ from orchestrator.environment.compare import Difference, compare, faults, worst
 from orchestrator.environment.lock import Environment, read_lock
 from orchestrator.environment.sync import Plan, plan
 from orchestrator.errors import UsageError
+from orchestrator.laptop_path import laptop_path, writing
 from orchestrator.target import RUN_ID
 
 app = typer.Typer(
@@ -61,8 +62,10 @@ def freeze(
     if file is None:
         sys.stdout.write(text)
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    file = laptop_path(file)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     if as_json:
         output.emit({"file": str(file), "packages": len(found.packages)})
     else:

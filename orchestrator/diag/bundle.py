@@ -26,6 +26,7 @@ from orchestrator.diag.finding import Report
 from orchestrator.diag.redact import redact
 from orchestrator.diag.report import render
 from orchestrator.errors import UsageError
+from orchestrator.laptop_path import writing
 
 FORMAT = 1
 LOG_BYTES = 64 << 20  # the end of a longer log; what matters lies there, and a mail has its limits
@@ -68,14 +69,15 @@ def write_bundle(
         "report.txt": render(report),
     }
     part = path.with_name(path.name + ".part")
-    with _packed(part) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
-        for name, content in members.items():
-            data = redact(content, addresses=addresses).encode("utf-8", "surrogateescape")
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            info.mode = 0o600
-            archive.addfile(info, io.BytesIO(data))
-    part.replace(path)
+    with writing(path):
+        with _packed(part) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+            for name, content in members.items():
+                data = redact(content, addresses=addresses).encode("utf-8", "surrogateescape")
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                info.mode = 0o600
+                archive.addfile(info, io.BytesIO(data))
+        part.replace(path)
 
 
 def read_bundle(path: Path) -> Bundle:

@@ -14,7 +14,7 @@ from orchestrator.environment.lock import Environment, read_lock
 from orchestrator.environment.sync import plan
 from orchestrator.errors import RefusedError, RunFailed, UsageError
 from orchestrator.examine import examine
-from orchestrator.laptop_path import laptop_path
+from orchestrator.laptop_path import laptop_path, writing
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
 from orchestrator.playbook.stage import Stage, counted, place
@@ -72,10 +72,11 @@ def _sync(stage: Stage, lock: Environment, found: dict[str, Environment]) -> dic
 
 
 def _save(stage: Stage, found: dict[str, Environment], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for name, one in found.items():
-        own = path if len(found) == 1 else path.with_stem(f"{path.stem}-{_plain(name)}")
-        own.write_text(one.lock_text(), encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name, one in found.items():
+            own = path if len(found) == 1 else path.with_stem(f"{path.stem}-{_plain(name)}")
+            own.write_text(one.lock_text(), encoding="utf-8")
 
 
 def _judge(stage: Stage, differences: Mapping[str, list[Difference]], fail_on: str) -> None:

@@ -245,6 +245,33 @@ def test_a_folder_that_is_gone_under_the_shell(cli: Cli, tmp_path: Path) -> None
     assert "the folder this shell stands in is gone" in done.stderr
 
 
+def test_a_place_that_cannot_be_written_is_named(cli: Cli, code: Path, tmp_path: Path) -> None:
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.write_text("of the user")
+    folder.mkdir()
+    run_id = cli.json("launch", "lab-201", "--", "true", cwd=code)["run_id"]
+    for words in (
+        ("pull", run_id, "--to", file),
+        ("env", "freeze", "lab-201", "-o", file / "x"),
+        ("diag", run_id, "--bundle", folder),
+        ("report", run_id, "-o", folder),
+    ):
+        assert "cannot be written" in cli(*words, code=2).stderr
+    assert file.read_text() == "of the user"
+
+
+def test_a_workdir_with_something_in_the_way(
+    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+) -> None:
+    known = yaml.safe_load(lab.inventory.read_text())
+    known["containers"]["lab-201"]["workdir"] = "/etc/hostname"
+    cli.inventory = tmp_path / "changed.yaml"
+    cli.inventory.write_text(yaml.safe_dump(known))
+    text = said(cli, 4, "launch", "lab-201", cwd=code)
+    assert "lab/201: Not a directory: /etc/hostname" in text and "workdir" in text
+    assert "/etc/hostname is in the way: it is no folder" in cli("doctor", "lab-201", code=4).stdout
+
+
 # The trainer's config
 
 

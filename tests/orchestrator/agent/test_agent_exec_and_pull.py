@@ -87,7 +87,7 @@ def test_what_cannot_be_started_is_named(agent: Any, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("x")
     error = agent.error(agent.send("exec", command=[str(plain)]))
-    assert (error["kind"], error["detail"]["errno"]) == ("os", 13)
+    assert (error["kind"], error["detail"]["errno"]) == ("file.unusable", 13)
 
 
 # pull
