@@ -55,7 +55,7 @@ EFFECT_OF: dict[str, str] = {
     "gpu.throttled": r"gpu\.xid",
     "gpu.arch_unsupported": r"compile\.backend_failed",
     "compile.backend_failed": r"gpu\.(?:arch_unsupported|driver_mismatch|xid|illegal_access)|"
-    r"compile\.(?:cache|fx_race)|disk\.full|shm\.full|mem\.oom|env\.version",
+    r"compile\.(?:cache|fx_race)|disk\.full|shm\.full|mem\.oom|env\.(?:version|import)",
     "compile.eager_fallback": r"compile\.(?:fx_race|recompile_limit|backend_failed)",
     "compile.recompile_limit": r"compile\.fx_race",
     "compile.recompile_storm": r"compile\.(?:fx_race|recompile_limit)",

@@ -40,6 +40,7 @@ FORMAT = (
     r"CRC check failed",
     r"ZstdError|zstd[^\n]*(?:Unknown frame descriptor|corrupt|decompress)|Data corruption detected",
     r"ParserError: Error tokenizing data|_csv\.Error|csv\.Error",
+    r"mmap length is greater than filesize|"  # numpy.memmap of a truncated file
     r"Cannot load file containing pickled data|cannot reshape array of size|"
     r"Failed to interpret file",
     r"(?:invalid|malformed|bad|corrupt(?:ed)?|truncated|unparsable) (?:JSON|json|line|record|"

@@ -31,7 +31,7 @@ VERSION = (
     r"transformers|Python|CUDA|NCCL)"
     r" ?(?:>=|==|<|>|version|at least)? ?\d[\d.]*[^\n]*(?:but|found|have|got|is)",
     r"Incompatible (?:version|torch|CUDA)|version mismatch: |incompatible with the installed",
-    r"has (?:been )?(?:detected|found) (?:an )?incompatible",
+    r"has (?:been )?(?:detected|found) (?:an )?incompatible|_STATUS_\w*VERSION_MISMATCH\b",
     r"requires a different Python|python_requires|Python 3\.\d+ (?:or (?:newer|later)|is required)",
     r"magic number in .*\.pyc|bad magic number",
     r"cannot import name '\w+' from '(?:torch|transformers|triton|huggingface_hub|tokenizers|"
@@ -104,6 +104,7 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         for h in e.search(
             r"^(?:/\S+/)?python[\d.]*: No module named (\S+)",
             r"^ImportError: [^\n]*requires the (\S+) (?:library|package)",
+            r"failed to open (lib[\w.+-]+\.so[\w.]*)",  # nvrtc and its built-in functions
             r"only (python3-minimal) is there|Python has no standard library",
         )
     ]

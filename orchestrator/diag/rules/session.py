@@ -53,6 +53,7 @@ NEVER = (
     r"can't open file '[^']+\.py'",
     r"create (?:session|window|pane) failed|fork failed|spawn failed",
     r"open terminal failed|missing or unsuitable terminal",
+    r"error creating /\S*tmux-\d+|/\S*tmux-\d+ has unsafe permissions",
 )
 
 
