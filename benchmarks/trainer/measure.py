@@ -136,7 +136,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def save(name: str, results: dict[str, Any]) -> None:
-    """Into ``$OUT`` where it is set."""
-    folder = os.environ.get("OUT")
+    """Into the folder ``BENCHMARK_OUT`` where it is set."""
+    folder = os.environ.get("BENCHMARK_OUT")
     if folder:
         (Path(folder) / name).write_text(json.dumps(results, indent=1), encoding="utf-8")
