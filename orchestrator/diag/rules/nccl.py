@@ -17,7 +17,8 @@ TIMEOUT = (
     r"failed to pass monitoredBarrier in \d+ ms",
     r"monitoredBarrier.*timed out|Rank \d+ timed out in monitoredBarrier|"
     r"Detected mismatch between collectives",
-    r"(?:ProcessGroupNCCL watchdog hang|ProcessGroupNCCL's watchdog got stuck|[Hh]eartbeat monitor timed out)",
+    r"ProcessGroupNCCL watchdog hang|ProcessGroupNCCL's watchdog got stuck",
+    r"[Hh]eartbeat monitor timed out",
     r"Received a (?:dump signal|timeout)[^\n]*(?:collective|timeout)[^\n]*(?:rank|from)",
     r"Observed flight recorder dump signal|First PG on this rank to signal dumping",
     r"Some NCCL operations have failed or timed out",
@@ -126,8 +127,8 @@ def _after_steps(e: Evidence, hit: Hit) -> bool:
 
 def _about_ssh(hit: Hit) -> bool:
     # OpenSSH's client says of its own connection what NCCL says of a rank's.
-    words = r"\bssh\b|mux_client_|port 22\b|paramiko|sshd|Read from remote host|client_loop|kex_exchange"
-    return re.search(words, hit.line.text) is not None
+    client = r"Read from remote host|client_loop|kex_exchange|mux_client_"
+    return re.search(rf"\bssh\b|port 22\b|paramiko|sshd|{client}", hit.line.text) is not None
 
 
 def init(e: Evidence) -> Iterator[Finding]:
