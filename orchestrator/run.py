@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from orchestrator.errors import DflashctlError, RunNotFound, UsageError
+from orchestrator.errors import DflashctlError, RunNotFound, UnreachableError, UsageError
 from orchestrator.fleet import Fleet
 from orchestrator.inventory import NAME, Inventory
 from orchestrator.state import LaptopState
@@ -180,13 +180,13 @@ def _locate(fleet: Fleet, inventory: Inventory, state: LaptopState, run_id: str)
     known = state.find(run_id)
     if known is not None:
         return RunRef(known.target, run_id)
-    silent = []
+    silent: list[Asked] = []
     for asked in ask_all(fleet, everything(inventory)):
         if any(run.run_id == run_id for run in asked.runs):
             return RunRef(asked.target, run_id)
         if asked.error:
-            silent.append(asked.target.name)
-    raise RunNotFound(
+            silent.append(asked)
+    raise _absent(silent)(
         f"no container of the inventory has it{_unasked(silent)}",
         next_step="`dflashctl ps` lists the runs; --host H --ct N looks outside the inventory",
         run_id=run_id,
@@ -195,24 +195,31 @@ def _locate(fleet: Fleet, inventory: Inventory, state: LaptopState, run_id: str)
 
 def _newest_of(fleet: Fleet, targets: Sequence[Target]) -> RunRef:
     newest: tuple[float, RunRef] | None = None
-    silent = []
+    silent: list[Asked] = []
     for asked in ask_all(fleet, targets, limit=1):
         if asked.error:
-            silent.append(asked.target.name)
+            silent.append(asked)
         for run in asked.runs:
             age = run.created or 0.0
             if newest is None or age > newest[0]:
                 newest = (age, RunRef(asked.target, run.run_id))
     if newest is not None:
         return newest[1]
-    raise RunNotFound(
+    raise _absent(silent)(
         f"no run was launched from this laptop, and the inventory has none{_unasked(silent)}",
         next_step="start one: dflashctl launch --host H --ct N",
     )
 
 
-def _unasked(silent: list[str]) -> str:
-    return f" (no answer from {', '.join(sorted(silent))})" if silent else ""
+def _absent(silent: list[Asked]) -> type[DflashctlError]:
+    """A container that cannot be reached may have it: then nobody knows that it is absent."""
+    unreachable = any(isinstance(asked.error, UnreachableError) for asked in silent)
+    return UnreachableError if unreachable else RunNotFound
+
+
+def _unasked(silent: list[Asked]) -> str:
+    names = sorted(asked.target.name for asked in silent)
+    return f" (no answer from {', '.join(names)})" if names else ""
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

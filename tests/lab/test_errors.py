@@ -272,6 +272,15 @@ def test_a_workdir_with_something_in_the_way(
     assert "/etc/hostname is in the way: it is no folder" in cli("doctor", "lab-201", code=4).stdout
 
 
+def test_a_run_that_an_unreachable_host_may_have_is_not_called_absent(
+    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+) -> None:
+    words = ("status", "x-20260101-000000-0000")
+    assert "no container of the inventory has it" in said(cli, 5, *words, cwd=code)
+    text = said(with_host(cli, lab, tmp_path, port=1), 3, *words, cwd=code)
+    assert "no answer from lab-200, lab-201, lab-202" in text
+
+
 # The trainer's config
 
 
