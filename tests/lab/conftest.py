@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import shutil
@@ -36,14 +37,17 @@ def own_start() -> int:
 
 
 def remove_orphans(base: Path) -> None:
-    """Labs of test sessions that were killed: the folder names the session's process."""
-    for folder in base.glob("dfl-*-*"):
-        _, pid, start = folder.name.split("-")
-        if not Process(int(pid), int(start)).alive:
-            for root in folder.iterdir():
-                if root.suffix != ".lock":
-                    Lab(LabSpec(root=root)).down()
-            shutil.rmtree(folder)
+    """Labs of test sessions that were killed: the folder names the session's process. One session at
+    a time: those that start together find the same orphans."""
+    with (base / "dfl.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for folder in base.glob("dfl-*-*"):
+            _, pid, start = folder.name.split("-")
+            if not Process(int(pid), int(start)).alive:
+                for root in folder.iterdir():
+                    if root.suffix != ".lock":
+                        Lab(LabSpec(root=root)).down()
+                shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
