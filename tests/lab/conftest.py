@@ -37,8 +37,8 @@ def own_start() -> int:
 
 
 def remove_orphans(base: Path) -> None:
-    """Labs of test sessions that were killed: the folder names the session's process. One session at
-    a time: those that start together find the same orphans."""
+    """Labs of test sessions that were killed: the folder names the session's process. One session
+    at a time: those that start together find the same orphans."""
     with (base / "dfl.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for folder in base.glob("dfl-*-*"):
