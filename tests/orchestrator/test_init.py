@@ -55,7 +55,11 @@ def test_the_script_is_bash_and_says_what_to_do_where_the_trainer_is_missing(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / START_SCRIPT
-    path.write_text(script_text(Choices("h", 200, python=sys.executable)))
+    # An interpreter as a container has it: without this checkout installed.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    path.write_text(script_text(Choices("h", 200, python=str(python))))
     done = subprocess.run(
         ["bash", path], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
