@@ -25,8 +25,10 @@ help:
 demo: install lab-python
 	@PATH="$(CURDIR)/$(BIN):$$PATH" playbooks/demo/demo.sh
 
+# Real processes, signals and sockets on a shared machine: what fails is tried once more, and the
+# summary names it (R).
 test: install lab-python lint
-	$(PYTEST) -m "not soak"
+	$(PYTEST) -m "not soak" --reruns 1 -rfER
 
 test-fast: install
 	$(PYTEST) -m "not lab and not slow and not soak"
