@@ -1,5 +1,5 @@
-"""One torch thread a test process: idle OpenMP threads spin, and two test processes with two threads
-each on two cores spend their time waiting for one another."""
+"""One torch thread a test process: idle OpenMP threads spin, and two test processes with two
+threads each on two cores spend their time waiting for one another."""
 
 from __future__ import annotations
 
