@@ -367,9 +367,12 @@ def test_a_disk_that_fills_during_a_push_leaves_nothing_half_made(
     (code / "big").write_bytes(b"x" * (6 << 20))
 
     def names() -> list[str]:
-        listing = "ls -A /workspace/dflashctl/releases /workspace/dflashctl/runs 2>/dev/null; true"
-        found = poor_lab.pct("exec", 212, "--", "sh", "-c", listing).split()
-        return [name for name in found if not name.startswith(("/", ".build"))]
+        """Releases, runs, and whatever lies half-built in the folder for that."""
+        listing = (
+            "cd /workspace/dflashctl && ls -A releases runs 2>/dev/null | grep -v '^.build$';"
+            " find releases/.build -mindepth 1 2>/dev/null; true"
+        )
+        return poor_lab.pct("exec", 212, "--", "sh", "-c", listing).split()
 
     before = names()
     done = poor("push", "lab-212", cwd=code)
