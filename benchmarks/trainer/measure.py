@@ -8,7 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +144,96 @@ def save(name: str, results: dict[str, Any]) -> None:
     folder = os.environ.get("BENCHMARK_OUT")
     if folder:
         (Path(folder) / name).write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+# -- figures told the moment they are known -------------------------------------------------------
+
+FIGURE = "FIGURE "
+
+
+def figure(name: str, value: Any) -> None:
+    """In a part's process: one result, for whoever started it (``watch_part``)."""
+    print(FIGURE + json.dumps({"name": name, "value": value}), flush=True)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a part's process ended."""
+
+    code: int
+    wall_s: float
+    at: float
+    """``time.time`` of the end."""
+    lines: list[str]
+    """The last of what it said, figures left out."""
+    over: bool
+    """Ended at its limit."""
+
+
+def watch_part(
+    command: list[str], limit_s: float, tell: Callable[[str, Any], None], **environment: str
+) -> Ended:
+    """Run a part in a process group of its own; ``tell(name, value)`` for each of its figures as it
+    comes. A part past its limit is ended whole; its figures so far stand."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        start_new_session=True,
+    )
+    lines: deque[str] = deque(maxlen=200)
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            # Ranks share one pipe: a figure may follow another rank's unfinished line.
+            before, found, text = line.rstrip("\n").partition(FIGURE)
+            if found:
+                item, _ = json.JSONDecoder().raw_decode(text)
+                tell(item["name"], item["value"])
+            if before or not found:
+                lines.append(before)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    over = False
+    try:
+        process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        over = True
+    at = time.time()
+    # Whatever the end: no rank may stay behind on the device.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    reader.join(timeout=10)
+    wall = round(time.perf_counter() - began, 1)
+    return Ended(process.returncode, wall, at, list(lines), over)
+
+
+class Figures:
+    """Every figure printed and written as a JSON line at once: a run that is cut loses none."""
+
+    def __init__(self, file: str) -> None:
+        """``file`` in the folder ``BENCHMARK_OUT``, if that is set; appended to."""
+        folder = os.environ.get("BENCHMARK_OUT")
+        self._path = Path(folder) / file if folder else None
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def tell(self, part: str, name: str, value: Any) -> None:
+        shown = round(value, 4) if isinstance(value, float) else value
+        record = {"part": part, "name": name, "value": shown, "s": round(self.spent_s(), 1)}
+        line = json.dumps(record)
+        with self._lock:
+            print(line, flush=True)
+            if self._path is not None:
+                with self._path.open("a", encoding="utf-8") as stream:
+                    stream.write(line + "\n")
+
+    def spent_s(self) -> float:
+        return time.monotonic() - self._began

@@ -1,12 +1,16 @@
 """The pipeline on several GPUs of one machine: threads and processes, speed, equality, failure.
 
     python benchmarks/trainer/multi_gpu.py                     # all parts, under nine minutes
-    python benchmarks/trainer/multi_gpu.py --split 3,5 --only threads,processes
+    python benchmarks/trainer/multi_gpu.py --split 3,5 --parts warm,threads,processes
     python benchmarks/trainer/multi_gpu.py --device cpu --shape tiny --small tiny --split 1,1
 
-Parts: copies (P2P against host), gradients (the sum over drafters), threads, processes (the same
-split), losses (every executor against one GPU), failure (a stage that raises, a rank that is
-killed).
+Parts, in this order: warm (one process compiles everything once into a cache that all later parts
+share), threads, processes (the same split), small (processes, the small shape), losses (every
+executor against one GPU), failure (a stage that raises), killed (a rank), copies (P2P against
+host), gradients (the sum over drafters).
+
+Each figure is printed when it is known and, with ``BENCHMARK_OUT``, appended to ``multi_gpu.jsonl``
+there. A part is ended at its own limit, and all of them at ``--seconds``; what was told stands.
 """
 
 from __future__ import annotations
@@ -24,7 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import drafter_alone, report, run_part, save, settle, target_alone, together
+from measure import (
+    Ended,
+    Figures,
+    drafter_alone,
+    figure,
+    settle,
+    target_alone,
+    together,
+    watch_part,
+)
 from workload import Workload
 
 from trainer.pipeline.board import Board
@@ -36,6 +49,19 @@ from trainer.pipeline.reduce import GradientSum, fingerprint
 from trainer.pipeline.stages import Sums
 from trainer.pipeline.threads import ThreadsExecutor
 
+LIMITS = {
+    "warm": 170,
+    "threads": 90,
+    "processes": 80,
+    "small": 45,
+    "losses": 45,
+    "failure": 30,
+    "killed": 30,
+    "copies": 15,
+    "gradients": 15,
+}
+"""Seconds of each part; 520 in all. What one leaves over is the others'."""
+
 SPLITS = {2: (1, 1), 4: (2, 2), 8: (5, 3)}
 GRADIENT = 1_048_600_000
 """Elements of an 8B-shaped drafter's gradient."""
@@ -44,7 +70,7 @@ GRADIENT = 1_048_600_000
 # -- copies and gradients -------------------------------------------------------------------------
 
 
-def copies(devices: list[str]) -> dict[str, Any]:
+def copies(devices: list[str]) -> None:
     """One feature slot of the 8B shape, 252 MB, from the first device to the last."""
     source = torch.randn(2, 3072, 20_480, device=devices[0]).bfloat16()
     target = torch.empty_like(source, device=devices[-1])
@@ -56,7 +82,7 @@ def copies(devices: list[str]) -> dict[str, Any]:
         torch.cuda.synchronize(devices[0])
         target.copy_(host, non_blocking=True)
 
-    found = {"p2p": torch.cuda.can_device_access_peer(0, len(devices) - 1)}
+    figure("p2p", torch.cuda.can_device_access_peer(0, len(devices) - 1))
     for name, copy in (("direct", lambda: target.copy_(source)), ("host", through_host)):
         for i in range(12):
             if i == 2:
@@ -65,13 +91,12 @@ def copies(devices: list[str]) -> dict[str, Any]:
             copy()
         settle(torch.device(devices[-1]))
         seconds = (time.perf_counter() - began) / 10
-        found[f"{name} GB/s"] = size / seconds / 1e9
-        found[f"{name} ms"] = seconds * 1e3
-    found["equal"] = bool(torch.equal(target.cpu(), source.cpu()))
-    return found
+        figure(f"{name} GB/s", size / seconds / 1e9)
+        figure(f"{name} ms", seconds * 1e3)
+    figure("equal", bool(torch.equal(target.cpu(), source.cpu())))
 
 
-def gradients(devices: list[str], elements: int) -> dict[str, Any]:
+def gradients(devices: list[str], elements: int) -> None:
     """Sum of a bf16 gradient over all devices, a thread each, beside NCCL in one process."""
     parts = [
         torch.full((elements,), float(i + 1), dtype=torch.bfloat16, device=d)
@@ -97,7 +122,8 @@ def gradients(devices: list[str], elements: int) -> dict[str, Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    found = {"ours ms": min(times) * 1e3, "equal": len({fingerprint([p]) for p in parts}) == 1}
+    figure("ours ms", min(times) * 1e3)
+    figure("equal", len({fingerprint([p]) for p in parts}) == 1)
     if devices[0] != "cpu":
         for i in range(4):
             if i == 1:
@@ -106,8 +132,7 @@ def gradients(devices: list[str], elements: int) -> dict[str, Any]:
             torch.cuda.nccl.all_reduce(parts)
         for device in devices:
             torch.cuda.synchronize(device)
-        found["nccl in one process ms"] = (time.perf_counter() - began) / 3 * 1e3
-    return found
+        figure("nccl in one process ms", (time.perf_counter() - began) / 3 * 1e3)
 
 
 # -- threads --------------------------------------------------------------------------------------
@@ -128,47 +153,63 @@ def loaded(options: argparse.Namespace, shape: str, executor: str) -> tuple[Work
     return load, make_plan(load.config.pipeline, load.work())
 
 
-def run_threads(options: argparse.Namespace) -> dict[str, Any]:
+def run_warm(options: argparse.Namespace) -> None:
+    """Compile what the later parts run, on the devices they run it on, into the shared cache."""
+    for shape in dict.fromkeys((options.shape, options.small)):
+        load, plan = loaded(options, shape, "threads")
+        executor = ThreadsExecutor(load.job(), plan)
+        began = time.perf_counter()
+        executor.start()
+        figure(f"{shape}: start, empty cache, s", time.perf_counter() - began)
+        executor.step(0)
+        figure(f"{shape}: until the first step, s", time.perf_counter() - began)
+        executor.close()
+
+
+def run_threads(options: argparse.Namespace) -> None:
     load, plan = loaded(options, options.shape, "threads")
     print(plan.table(), flush=True)
+    figure("split", f"{len(plan.targets)}+{len(plan.drafters)}")
     executor = ThreadsExecutor(load.job(), plan)
     began = time.perf_counter()
     executor.start()
-    start_s = time.perf_counter() - began
+    figure("start_s", time.perf_counter() - began)
     target_s = target_alone(executor, 8)
+    figure("target_ms", target_s * 1e3)
     drafter_s, update_s = drafter_alone(executor, 8)
-    devices = [d.device for d in executor.drafters]
-    found = together(executor, options.steps, devices)
-    gil = gil_share(executor, options.steps + 3)
-    executor.close()
+    figure("drafter_ms", drafter_s * 1e3)
+    figure("update_ms", update_s * 1e3)
     slots, share = load.batches.slots, load.batches.slots // len(plan.drafters)
     floor = max(slots * target_s / len(plan.targets), share * drafter_s + update_s)
+    figure("floor_ms", floor * 1e3)
+    found = together(executor, options.steps, [d.device for d in executor.drafters])
+    tell_speed(found)
+    figure("efficiency", floor / found["step_s"])
+    figure("transfer_s", found.get("transfer_s"))
+    tell_lock(load)
+    figure("wait_s", load.lock.stats().wait_s)
+    figure("health", load.lock.health().problems())
+    figure("gil", gil_share(executor, options.steps + 3))
+    executor.close()
+
+
+def tell_speed(found: dict[str, Any]) -> None:
+    figure("step_ms", found["step_s"] * 1e3)
+    for name in ("tokens_per_s", "target_idle", "drafter_idle"):
+        figure(name, found.get(name))
+
+
+def tell_lock(load: Workload) -> None:
     stats = load.lock.stats()
-    return {
-        "split": f"{len(plan.targets)}+{len(plan.drafters)}",
-        "start_s": start_s,
-        "target_ms": target_s * 1e3,
-        "drafter_ms": drafter_s * 1e3,
-        "update_ms": update_s * 1e3,
-        "floor_ms": floor * 1e3,
-        "step_ms": found["step_s"] * 1e3,
-        "efficiency": floor / found["step_s"],
-        "tokens_per_s": found["tokens_per_s"],
-        "target_idle": found.get("target_idle"),
-        "drafter_idle": found.get("drafter_idle"),
-        "transfer_s": found.get("transfer_s"),
-        "recompiles": stats.recompiles,
-        "eager": stats.eager_runs,
-        "lock waits": stats.waits,
-        "wait_s": stats.wait_s,
-        "health": load.lock.health().problems(),
-        "gil": gil,
-    }
+    figure("recompiles", stats.recompiles)
+    figure("eager", stats.eager_runs)
+    figure("lock waits", stats.waits)
 
 
 def gil_share(executor: ThreadsExecutor, first: int) -> Any:
     """Share of samples in which some thread holds the GIL, by py-spy where it is installed."""
-    program = shutil.which("py-spy") or shutil.which("py-spy", path="/tmp/site/bin")
+    beside = Path(sys.executable).parent
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=f"{beside}:/tmp/site/bin")
     if program is None:
         return "py-spy is not installed"
     with tempfile.NamedTemporaryFile() as file:
@@ -188,29 +229,22 @@ def gil_share(executor: ThreadsExecutor, first: int) -> Any:
 # -- processes ------------------------------------------------------------------------------------
 
 
-def run_rank(options: argparse.Namespace) -> dict[str, Any]:
-    """One rank under torchrun."""
+def run_rank(options: argparse.Namespace) -> None:
+    """One rank under torchrun; the leading one tells."""
     load, plan = loaded(options, options.shape, "processes")
     executor = ProcessesExecutor(load.job(), plan)
+    leads = executor.place.leads
     began = time.perf_counter()
     executor.start()
-    start_s = time.perf_counter() - began
+    if leads:
+        figure("start_s", time.perf_counter() - began)
     executor.step = _agreeing(executor, options)  # type: ignore[method-assign]
     found = together(executor, options.steps, [executor.device])
+    if leads:
+        tell_speed(found)
+        tell_lock(load)
+        figure("losses", found["losses"])
     executor.close()
-    stats = load.lock.stats()
-    if not executor.place.leads:
-        return {}
-    return {
-        "start_s": start_s,
-        "step_ms": found["step_s"] * 1e3,
-        "tokens_per_s": found["tokens_per_s"],
-        "target_idle": found.get("target_idle"),
-        "drafter_idle": found.get("drafter_idle"),
-        "recompiles": stats.recompiles,
-        "eager": stats.eager_runs,
-        "losses": found["losses"],
-    }
 
 
 def _agreeing(executor: ProcessesExecutor, options: argparse.Namespace) -> Any:
@@ -218,7 +252,7 @@ def _agreeing(executor: ProcessesExecutor, options: argparse.Namespace) -> Any:
 
     def stepping(index: int) -> Any:
         if executor.place.rank == options.kill_rank and index == 3:
-            print(f"KILLED {time.time()}", flush=True)
+            figure("killed at", time.time())
             os.kill(os.getpid(), signal.SIGKILL)
         result = step(index)
         executor.agreed_stop(None)
@@ -227,16 +261,10 @@ def _agreeing(executor: ProcessesExecutor, options: argparse.Namespace) -> Any:
     return stepping
 
 
-def torchrun(options: argparse.Namespace, shape: str, limit: float, *more: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(sum(options.split)), *me(options, "rank")[1:]]
-    return run_part([*command, "--shape", shape, *more], limit, OMP_NUM_THREADS="1")
-
-
 # -- losses ---------------------------------------------------------------------------------------
 
 
-def run_losses(options: argparse.Namespace) -> dict[str, Any]:
+def run_losses(options: argparse.Namespace) -> None:
     """The same steps by one GPU, by 1 + 1, and by one target and a drafter on every device."""
     names, steps = options.devices, 6
     found: dict[str, list[float]] = {}
@@ -244,6 +272,7 @@ def run_losses(options: argparse.Namespace) -> dict[str, Any]:
     inline = InlineExecutor(load.job(), torch.device(names[0]))
     inline.start()
     found["one device"] = [Sums.read(inline.step(i).sums).mean_loss for i in range(steps)]
+    figure("one device", found["one device"])
     inline.close()
     drafters = next(m for m in (4, 2, 1) if m <= len(names))
     for title, devices, count in (
@@ -257,14 +286,15 @@ def run_losses(options: argparse.Namespace) -> dict[str, Any]:
         executor.start()
         found[title] = [Sums.read(executor.step(i).sums).mean_loss for i in range(steps)]
         executor.close()
-        if load.lock.stats().recompiles or load.lock.stats().eager_runs:
-            found[f"{title}: compiles after warm-up"] = [load.lock.stats().recompiles]
-    return {**found, "largest difference": differences(found)}
+        figure(title, found[title])
+        stats = load.lock.stats()
+        figure(f"{title}: compiles, eager runs after warm-up", [stats.recompiles, stats.eager_runs])
+        figure("largest difference", differences(found))
 
 
 def differences(found: dict[str, list[float]]) -> dict[str, float]:
     """Relative, from the first list."""
-    (_, first), *others = [(k, v) for k, v in found.items() if len(v) > 1]
+    (_, first), *others = found.items()
     return {
         name: max(abs(a - b) / abs(a) for a, b in zip(first, values, strict=False))
         for name, values in others
@@ -278,8 +308,8 @@ class Broken(RuntimeError):
     pass
 
 
-def run_failure(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from a stage's error in step 4 to the error in the main thread and to the end."""
+def run_failure(options: argparse.Namespace) -> None:
+    """From a stage's error in step 4 to the error in the main thread and to the end."""
     load, plan = loaded(options, options.small, "threads")
     executor = ThreadsExecutor(load.job(), plan)
     executor.start()
@@ -298,30 +328,13 @@ def run_failure(options: argparse.Namespace) -> dict[str, Any]:
         for index in range(20):
             executor.step(index)
     except Broken as error:
-        seen = time.perf_counter()
+        figure("to the main thread ms", (time.perf_counter() - raised[0]) * 1e3)
         executor.close()
-        ended = time.perf_counter()
+        figure("to the end of all threads ms", (time.perf_counter() - raised[0]) * 1e3)
         failed = [d["stage"] for e, d in load.events if e == "failed"]
-        return {
-            "error": None,
-            "first cause": f"{failed[0]}: {error}",
-            "to the main thread ms": (seen - raised[0]) * 1e3,
-            "to the end of all threads ms": (ended - raised[0]) * 1e3,
-        }
-    return {"first cause": "none: it went on"}
-
-
-def killed_rank(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from SIGKILL of a target rank to the end of torchrun, and what was said."""
-    found = torchrun(options, options.small, 90, "--kill-rank", "0", "--steps", "20")
-    text = str(found.pop("error", ""))
-    times = [float(line.split()[1]) for line in text.splitlines() if line.startswith("KILLED ")]
-    said = [line for line in text.splitlines() if "Signal 9" in line or "failed first" in line]
-    return {
-        "code": found["code"],
-        "seconds to the end": found["ended"] - times[0] if times else None,
-        "said": said[-1].strip() if said else text[-400:],
-    }
+        figure("first cause", f"{failed[0]}: {error}")
+        return
+    figure("first cause", "none: it went on")
 
 
 # -- all ------------------------------------------------------------------------------------------
@@ -330,53 +343,81 @@ def killed_rank(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     options = parse()
     if options.part:
-        found = run_here(options)
-        if found:
-            report(found)
+        run_here(options)
         return
-    parts = ["copies", "gradients", "threads", "processes", "losses", "failure"]
-    only = options.only.split(",") if options.only else parts
-    results: dict[str, Any] = {"devices": options.devices}
-    for name in only:
-        began = time.perf_counter()
-        if name == "processes":
-            results[name] = torchrun(options, options.shape, 170, "--steps", str(options.steps))
-            results["processes, small"] = torchrun(options, options.small, 100, "--steps", "20")
-        else:
-            results[name] = run_part(me(options, name), 170)
-        if name == "failure":
-            results["killed rank"] = killed_rank(options)
-        print(f"[{time.perf_counter() - began:.0f} s] {name}: {results[name]}", flush=True)
-    save("multi_gpu.json", results)
-    print_results(results)
+    figures = Figures("multi_gpu.jsonl")
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    figures.tell("machine", "devices", f"{len(options.devices)} x {name}")
+    figures.tell("machine", "torch", torch.__version__)
+    with tempfile.TemporaryDirectory(prefix="multi-gpu-") as cache:
+        for part in options.parts:
+            left = options.seconds - figures.spent_s()
+            if left < 5:
+                figures.tell(part, "left out", f"{options.seconds:.0f} s are over")
+                continue
+            run_watched(options, part, min(LIMITS[part], left), Path(cache), figures)
 
 
-def run_here(options: argparse.Namespace) -> dict[str, Any]:
+def run_watched(
+    options: argparse.Namespace, part: str, limit: float, cache: Path, figures: Figures
+) -> None:
+    """One part in its own process (or torchrun's), with the cache that all share."""
+    told: dict[str, Any] = {}
+
+    def tell(name: str, value: Any) -> None:
+        told[name] = value
+        figures.tell(part, name, value)
+
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache)}
+    ended = watch_part(command_of(options, part), limit, tell, OMP_NUM_THREADS="4", **kept)
+    tell("wall_s", ended.wall_s)
+    if part == "killed" and "killed at" in told:
+        tell_killed(ended, told["killed at"], tell)
+    elif ended.over or ended.code:
+        how = f"ended at its limit of {limit:.0f} s" if ended.over else f"exit {ended.code}"
+        tell("failed", how)
+        print("\n".join(ended.lines[-40:]), flush=True)
+
+
+def command_of(options: argparse.Namespace, part: str) -> list[str]:
+    if part not in ("processes", "small", "killed"):
+        return me(options, part)
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(sum(options.split))]
+    python, *rank = me(options, "rank")
+    more = {
+        "processes": [],
+        "small": ["--shape", options.small],
+        "killed": ["--shape", options.small, "--kill-rank", "0"],
+    }
+    return [python, *launcher, *rank, *more[part]]
+
+
+def tell_killed(ended: Ended, at: float, tell: Any) -> None:
+    """Seconds from SIGKILL of a target rank to the end of torchrun, and what was said."""
+    tell("code", ended.code)
+    tell("seconds to the end", ended.at - at)
+    said = [line for line in ended.lines if "Signal 9" in line or "failed first" in line]
+    tell("said", said[-1].strip() if said else "\n".join(ended.lines[-5:]))
+
+
+def run_here(options: argparse.Namespace) -> None:
+    gpu = options.device != "cpu"
     if options.part == "copies":
-        return copies(options.devices) if options.device != "cpu" else {"p2p": None}
+        if gpu:
+            copies(options.devices)
+        return
     if options.part == "gradients":
-        return gradients(options.devices, GRADIENT if options.device != "cpu" else 1 << 16)
+        gradients(options.devices, GRADIENT if gpu else 1 << 16)
+        return
     parts = {
+        "warm": run_warm,
         "threads": run_threads,
         "rank": run_rank,
         "losses": run_losses,
         "failure": run_failure,
     }
-    return parts[options.part](options)
-
-
-def print_results(results: dict[str, Any]) -> None:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"\ntorch {torch.__version__}; {len(results['devices'])} x {name}")
-    for part, found in results.items():
-        if not isinstance(found, dict):
-            continue
-        if found.get("error"):
-            print(f"{part} | no result: {found['error'][-1500:]}")
-            continue
-        for key, value in found.items():
-            shown = round(value, 4) if isinstance(value, float) else value
-            print(f"{part} | {key} | {shown}")
+    parts[options.part](options)
 
 
 def me(options: argparse.Namespace, part: str) -> list[str]:
@@ -391,7 +432,8 @@ def me(options: argparse.Namespace, part: str) -> list[str]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", help="parts, with commas")
+    parser.add_argument("--parts", default=",".join(LIMITS), help="which, with commas")
+    parser.add_argument("--seconds", type=float, default=520, help="for all parts together (520)")
     parser.add_argument("--split", help="targets,drafters (by the number of GPUs)")
     parser.add_argument("--shape", default="8b", help="of threads and processes")
     parser.add_argument("--small", default="smollm2", help="of losses and failure")
@@ -400,6 +442,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--kill-rank", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.parts = options.parts.split(",")
+    unknown = [part for part in options.parts if part not in LIMITS]
+    if unknown:
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(LIMITS)}")
     count = torch.cuda.device_count() if options.device == "cuda" else 2
     options.devices = [f"cuda:{i}" if options.device == "cuda" else "cpu" for i in range(count)]
     if options.split:

@@ -158,6 +158,7 @@ class Workload:
             base=Path("/"),
         )
         self.batches = RandomBatches(self.shape, microbatches)
+        self._head: torch.Tensor | None = None
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.lock = CompileLock(event=self.event)
 
@@ -191,11 +192,13 @@ class Workload:
         return TappedTarget(freeze(model), layers, device)
 
     def make_drafter(self, device: torch.device) -> DrafterStage:
-        # From the CPU's generator: the same matrices on every device.
-        random = torch.Generator().manual_seed(1)
-        shape = (self.shape.target["vocab_size"], self.shape.target["hidden_size"])
-        draw = torch.empty(shape).normal_(0, 0.02, generator=random)
-        matrix = draw.to(device, compute_dtype("auto", device))
+        if self._head is None:
+            # From the CPU's generator: the same matrix on every device. Drawn once: at the 8B shape
+            # it takes seconds.
+            random = torch.Generator().manual_seed(1)
+            shape = (self.shape.target["vocab_size"], self.shape.target["hidden_size"])
+            self._head = torch.empty(shape).normal_(0, 0.02, generator=random)
+        matrix = self._head.to(device, compute_dtype("auto", device))
         frozen = FrozenTarget(matrix, matrix)
         return DrafterReplica(
             self.config,
