@@ -7,17 +7,15 @@ any device is touched.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from trainer.config_errors import explain
 from trainer.drafter.config import Dflash2Config, LayerType
 from trainer.errors import ConfigError
 from trainer.objective import ObjectiveConfig
@@ -95,6 +93,8 @@ class SelfPrompts(_Section):
     max_new_tokens: int = Field(64, ge=4)
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(0.95, gt=0, le=1)
+    seconds: float | None = Field(None, gt=0)
+    """Stop making prompts after so long and answer those that are there; null makes all."""
 
 
 PromptSource = Annotated[FilePrompts | SelfPrompts, Field(discriminator="kind")]
@@ -111,6 +111,9 @@ class ResponseConfig(_Section):
     top_p: float = Field(1.0, gt=0, le=1)
     seconds: float | None = Field(None, gt=0)
     """Stop making data after so long and train on what there is; null makes all of it."""
+    fixed_slots: bool = False
+    """Decode in slots of fixed shape, on a GPU as one CUDA graph a token (``data/slots.py``): for
+    small targets with plain attention, with a ``batch`` of a thousand and more."""
 
 
 class MakeConfig(_Section):
@@ -138,8 +141,8 @@ class DataConfig(_Section):
     held_out: float = Field(0.05, ge=0, lt=1)
     """Share of the prompts that is never trained on, chosen by the prompt's hash."""
     cache_features: bool = False
-    """Keep the target's features of each sample in memory after the first epoch. For small targets:
-    K·H·4 bytes a token."""
+    """Keep the target's features of each sample on its device after the first epoch. For small
+    targets: 5,760 bytes a token for five taps of 576 in bfloat16."""
 
     @model_validator(mode="after")
     def _has_a_source(self) -> DataConfig:
@@ -158,6 +161,10 @@ class OptimizationConfig(_Section):
     """Rows of a microbatch."""
     microbatches: int = Field(1, ge=1)
     """Microbatches of an optimizer step, over all drafters; a multiple of their number."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """``muon``: torch's own, for the drafter's matrices; AdamW for the rest, at the same rate."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's."""
     learning_rate: float = Field(6e-4, gt=0)
     schedule: Literal["cosine", "wsd"] = "cosine"
     """``wsd``: flat after the warm-up, then linear to zero over ``decay`` of the steps."""
@@ -221,6 +228,10 @@ class PipelineConfig(_Section):
     """Such as ``[cuda:0, cuda:1]``; targets first. A device may appear more than once."""
     queue_depth: int = Field(2, ge=1)
     """Feature slots per drafter."""
+    cuda_graph: bool = False
+    """On a GPU: a drafter's microbatch and update as one recorded graph each (``graphs.py``), for
+    drafters so small that launching kernels costs more than they do. Twice the memory of a
+    microbatch. On a CPU nothing is recorded."""
     recompile: Literal["warn", "fail"] = "warn"
     """What a recompile after the warm-up does."""
     stall_limit_s: float = Field(600.0, gt=0)
@@ -268,6 +279,15 @@ class TrainConfig(_Section):
     """Steps between lines."""
     folder: Path = Path("run")
     """The run's folder unless the supervisor set one (``DFLASH_RUN_DIR``)."""
+
+    @model_validator(mode="after")
+    def _fits_a_graph(self) -> TrainConfig:
+        if self.pipeline.cuda_graph and self.optimization.head_sample is not None:
+            raise ValueError(
+                "pipeline.cuda_graph records a step, but optimization.head_sample draws on the host"
+                " anew at each; leave out one of them"
+            )
+        return self
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share to be resumed, flat: ``{"drafter.num_layers": 5, …}``.
@@ -325,48 +345,13 @@ def parse_config(tree: dict[str, Any], *, source: str, base: Path) -> TrainConfi
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(item) for item in error.errors(include_url=False)]
+        problems = [explain(item, TrainConfig) for item in error.errors(include_url=False)]
         lines = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
         raise ConfigError(
             f"{source} is not a valid config:\n{lines}",
             next_step="mend these fields; trainer/config.py documents each",
         ) from None
     return _absolute(config, base.resolve())
-
-
-def _explain(item: Any) -> str:
-    """One pydantic error as ``section.field: what is wrong``."""
-    location = [part for part in item["loc"] if part not in ("file", "self")]
-    where = ".".join(str(part) for part in location)
-    if item["type"] == "extra_forbidden":
-        names = _known_keys(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
-        hint = f"; did you mean `{near[0]}`?" if near else f"; known: {', '.join(names)}"
-        return f"{where}: unknown key{hint}"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "missing":
-        return f"{where}: missing"
-    given = item.get("input")
-    shown = f" (it is {given!r})" if isinstance(given, (str, int, float, bool)) else ""
-    return f"{where}: {message}{shown}" if where else message
-
-
-def _known_keys(location: Sequence[str | int]) -> list[str]:
-    """The keys of the section that a path leads to; of all kinds where there are several."""
-    models: list[type[BaseModel]] = [TrainConfig]
-    for key in location:
-        if isinstance(key, str):
-            fields = [m.model_fields[key] for m in models if key in m.model_fields]
-            models = [model for field in fields for model in _models_in(field.annotation)]
-    return list(dict.fromkeys(name for model in models for name in model.model_fields))
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated, list):
-        return [model for part in get_args(annotation) for model in _models_in(part)]
-    return []
 
 
 def _absolute(config: TrainConfig, base: Path) -> TrainConfig:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ def learning_rate(config: OptimizationConfig, step: int, steps: int) -> float:
 class FlatGroup:
     """Parameters that are updated alike, in flat buffers of equal layout."""
 
+    kinds: tuple[str, ...] = ("master", "average", "square")
+    """Of the buffers that a checkpoint holds."""
+
     def __init__(
         self, named: list[tuple[str, nn.Parameter]], weight_decay: float, dtype: torch.dtype
     ) -> None:
@@ -48,8 +51,10 @@ class FlatGroup:
         self.master = torch.cat([p.detach().float().flatten() for _, p in named])
         self.weight = self.master if dtype == torch.float32 else self.master.to(dtype)
         self.gradient = torch.zeros_like(self.weight)
+        self.factors: Tensor | None = None
+        """Of this step's update, on a GPU (``kernels/adamw.py``)."""
         self.average = torch.zeros_like(self.master)
-        self.square = torch.zeros_like(self.master)
+        self.square = torch.zeros_like(self.master if "square" in self.kinds else self.master[:0])
         for (_, parameter), weight, gradient in zip(
             named, self.split(self.weight), self.split(self.gradient), strict=True
         ):
@@ -62,8 +67,34 @@ class FlatGroup:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
+class MuonGroup(FlatGroup):
+    """Matrices under ``torch.optim.Muon``, whose momentum is ``average``. Learning rates mean what
+    they mean to AdamW: its updates are scaled to the same root mean square."""
+
+    kinds = ("master", "average")
+
+    def __init__(
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        weight_decay: float,
+        dtype: torch.dtype,
+        momentum: float,
+    ) -> None:
+        super().__init__(named, weight_decay, dtype)
+        self.parameters = [nn.Parameter(part) for part in self.split(self.master)]
+        self.optimizer = torch.optim.Muon(
+            self.parameters,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        for parameter, average in zip(self.parameters, self.split(self.average), strict=True):
+            self.optimizer.state[parameter]["momentum_buffer"] = average
+
+
 class MasterAdamW:
-    """The optimizer of one replica. ``module`` is on its device already."""
+    """The optimizer of one replica; AdamW, and Muon for hidden matrices if the config says so.
+    ``module`` is on its device already."""
 
     def __init__(
         self, module: nn.Module, config: OptimizationConfig, steps: int, dtype: torch.dtype
@@ -71,16 +102,23 @@ class MasterAdamW:
         self.config = config
         self.steps = steps
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        matrices = [(n, p) for n, p in named if p.ndim >= 2]
+        muon = _for_muon(module) if config.optimizer == "muon" else set()
+        matrices = [(n, p) for n, p in named if p.ndim >= 2 and n not in muon]
         others = [(n, p) for n, p in named if p.ndim < 2]
         self.groups = [
             FlatGroup(part, decay, dtype)
             for part, decay in ((matrices, config.weight_decay), (others, 0.0))
             if part
         ]
+        if muon:
+            hidden = [(n, p) for n, p in named if n in muon]
+            self.groups.append(MuonGroup(hidden, config.weight_decay, dtype, config.momentum))
+        self.recordable = not muon
+        """Whether ``apply`` never waits for the device, so that a graph may hold it."""
         self.device = self.groups[0].weight.device
         self._apply = _fused_kernel() if self.device.type == "cuda" else _plain
         self.skipped = torch.zeros((), device=self.device)
+        self._now = Now(1, 0.0)
 
     def gradients(self) -> list[Tensor]:
         return [group.gradient for group in self.groups]
@@ -89,12 +127,33 @@ class MasterAdamW:
         """The masters: equal masters give equal weights."""
         return [group.master for group in self.groups]
 
-    @torch.no_grad()
     def step(self, step: int, sums: Tensor) -> Tensor:
         """Divide the gradients by the weight sum, clip, update, zero; the norm before clipping.
 
         Everything stays on the device. ``sums`` is the vector of ``Sums`` over all replicas.
         """
+        self.prepare(step)
+        return self.apply(sums)
+
+    def prepare(self, step: int) -> None:
+        """The numbers that the host alone knows, where ``apply`` finds them."""
+        self._now = Now(step + 1, learning_rate(self.config, step, self.steps))
+        if self.device.type == "cuda":
+            for group in self.groups:
+                if not isinstance(group, MuonGroup):
+                    _send_factors(group, self._now, self.config)
+
+    def rehearse(self) -> None:
+        """An update that changes nothing but the gradients, which it zeroes: what it needs is
+        compiled afterwards."""
+        kept = self.skipped.clone()
+        self.prepare(0)
+        self.apply(torch.full((WEIGHT_SUM + 1,), math.nan, device=self.device))
+        self.skipped.copy_(kept)
+
+    @torch.no_grad()
+    def apply(self, sums: Tensor) -> Tensor:
+        """The device's part of a step: always the same launches."""
         weight = sums[WEIGHT_SUM].clamp(min=torch.finfo(torch.float32).tiny)
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in self.gradients()]
         norm = torch.linalg.vector_norm(torch.stack(norms)) / weight
@@ -103,9 +162,9 @@ class MasterAdamW:
         # An infinite norm gives a factor of zero, which is finite; it must stop the step as well.
         coefficient = torch.where(norm.isfinite(), coefficient, torch.nan)
         self.skipped += (~coefficient.isfinite()).float()
-        rate = learning_rate(self.config, step, self.steps)
         for group in self.groups:
-            self._apply(group, coefficient, step + 1, rate, self.config)
+            apply = _muon if isinstance(group, MuonGroup) else self._apply
+            apply(group, coefficient, self._now, self.config)
         self.zero()
         return norm
 
@@ -121,6 +180,7 @@ class MasterAdamW:
             state[kind] = {
                 name: part.detach().cpu().clone()
                 for group in self.groups
+                if kind in group.kinds
                 for name, part in zip(group.names, group.split(getattr(group, kind)), strict=True)
             }
         return state
@@ -129,6 +189,8 @@ class MasterAdamW:
     def load(self, state: dict[str, Any]) -> None:
         for kind in ("master", "average", "square"):
             for group in self.groups:
+                if kind not in group.kinds:
+                    continue
                 parts = group.split(getattr(group, kind))
                 for name, part in zip(group.names, parts, strict=True):
                     part.copy_(state[kind][name])
@@ -139,16 +201,21 @@ class MasterAdamW:
         self.zero()
 
 
-Apply = Callable[[FlatGroup, Tensor, int, float, OptimizationConfig], None]
-"""(group, coefficient on the gradient, step from 1, learning rate, config): one AdamW step."""
+class Now(NamedTuple):
+    step: int
+    """From 1."""
+    rate: float
 
 
-def _plain(
-    group: FlatGroup, coefficient: Tensor, step: int, rate: float, config: OptimizationConfig
-) -> None:
+Apply = Callable[[FlatGroup, Tensor, Now, OptimizationConfig], None]
+"""(group, coefficient on the gradient, now, config): one AdamW step."""
+
+
+def _plain(group: FlatGroup, coefficient: Tensor, now: Now, config: OptimizationConfig) -> None:
     """The formula of ``torch.optim.AdamW``, in place, for fp32 on a CPU (where waiting is free)."""
     if not coefficient.isfinite():
         return
+    step, rate = now
     gradient = group.gradient.float() * coefficient
     group.average.lerp_(gradient, 1 - config.beta1)
     group.square.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
@@ -159,27 +226,55 @@ def _plain(
         group.weight.copy_(group.master)
 
 
-def _fused_kernel() -> Apply:
-    from trainer.kernels.adamw import adamw_, adamw_factors
+def _muon(group: FlatGroup, coefficient: Tensor, now: Now, config: OptimizationConfig) -> None:
+    """torch's own step on the masters. Waits for the device: it must not start on a NaN."""
+    assert isinstance(group, MuonGroup)
+    if not coefficient.isfinite():
+        return
+    gradient = group.gradient.float() * coefficient
+    for parameter, part in zip(group.parameters, group.split(gradient), strict=True):
+        parameter.grad = part
+    group.optimizer.param_groups[0]["lr"] = now.rate
+    group.optimizer.step()
+    if group.weight is not group.master:
+        group.weight.copy_(group.master)
 
-    def apply(
-        group: FlatGroup, coefficient: Tensor, step: int, rate: float, config: OptimizationConfig
-    ) -> None:
-        factors = adamw_factors(
-            coefficient,
-            step=step,
-            learning_rate=rate,
-            weight_decay=group.weight_decay,
-            beta1=config.beta1,
-            beta2=config.beta2,
-        )
+
+def _for_muon(module: nn.Module) -> set[str]:
+    """Names of the hidden matrices; codebooks are embeddings, which Muon is not for."""
+    codebooks = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    return {n for n, p in module.named_parameters() if p.ndim == 2 and id(p) not in codebooks}
+
+
+def _send_factors(group: FlatGroup, now: Now, config: OptimizationConfig) -> None:
+    """The learning rate and the like, into a tensor that stays where it is."""
+    from trainer.kernels.adamw import schedule_factors
+
+    fresh = schedule_factors(
+        step=now.step,
+        learning_rate=now.rate,
+        weight_decay=group.weight_decay,
+        beta1=config.beta1,
+        beta2=config.beta2,
+    )
+    if group.factors is None:
+        group.factors = torch.empty(fresh.shape, device=group.master.device)
+    # A new pinned tensor each time: the device may still have to read the last one.
+    group.factors.copy_(fresh.pin_memory(), non_blocking=True)
+
+
+def _fused_kernel() -> Apply:
+    from trainer.kernels.adamw import adamw_
+
+    def apply(group: FlatGroup, coefficient: Tensor, now: Now, config: OptimizationConfig) -> None:
+        assert group.factors is not None, "prepare first"
         adamw_(
             group.weight,
             group.gradient,
             group.master,
             group.average,
             group.square,
-            factors,
+            torch.cat((coefficient.float().reshape(1), group.factors)),
             beta1=config.beta1,
             beta2=config.beta2,
             epsilon=config.epsilon,

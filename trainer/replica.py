@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,11 @@ from trainer.data.batch import Batch
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter
+from trainer.graphs import Recorded
 from trainer.head_loss import HeadLoss
-from trainer.objective import DrafterLoss, FrozenTarget
+from trainer.objective import DrafterLoss, FrozenTarget, send
 from trainer.optimize import MasterAdamW
-from trainer.pipeline.stages import Sums
+from trainer.pipeline.stages import SCALARS, Sums
 from trainer.target import compute_dtype
 
 Compile = Callable[..., Any]
@@ -41,7 +43,11 @@ def new_drafter(config: DrafterConfig, seed: int, head: Tensor) -> Drafter:
 
 class DrafterReplica:
     """``DrafterStage`` (``pipeline/stages.py``). On a GPU the forward pass and the mask's tiles are
-    compiled through ``compile_``; on a CPU everything runs as written, with dense masks."""
+    compiled through ``compile_``; on a CPU everything runs as written, with dense masks.
+
+    With ``pipeline.cuda_graph`` a microbatch (forward, loss, backward) is one graph and the update
+    another: a step of a small drafter is otherwise bound by launches.
+    """
 
     def __init__(
         self,
@@ -78,11 +84,18 @@ class DrafterReplica:
             forward=compiled(self.drafter.forward, "drafter") if compiled else None,
             head_loss=head_loss,
         )
+        self._graph = StepGraph(self) if config.pipeline.cuda_graph else None
 
     def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
+        if self._graph is not None:
+            return self._graph.accumulate(batch, features)
         # From the CPU, best: the loss then knows which rows count without asking the device.
         labels = None if batch.labels is None else batch.labels.to(self.device, non_blocking=True)
-        found = self.loss(batch, features.to(self.dtype), labels)
+        return self.learn(batch, features.to(self.dtype), labels)
+
+    def learn(self, batch: Batch, features: Tensor, labels: Tensor | None) -> Tensor:
+        """The microbatch itself; ``features`` in the computation's type."""
+        found = self.loss(batch, features, labels)
         self.backward(found.loss)
         return Sums.vector(found)
 
@@ -93,13 +106,75 @@ class DrafterReplica:
         return self.optimizer.weights()
 
     def update(self, step: int, sums: Tensor) -> Tensor:
+        if self._graph is not None:
+            return self._graph.update(step, sums)
         return self.optimizer.step(step, sums)
 
     def discard(self) -> None:
-        self.optimizer.zero()
+        if self._graph is not None:
+            self._graph.rehearse()
+        self.optimizer.rehearse()
 
     def state(self) -> dict[str, Any]:
         return self.optimizer.state()
 
     def load(self, state: dict[str, Any]) -> None:
         self.optimizer.load(state)
+
+
+class StepGraph:
+    """A replica's microbatch and update as two graphs, with the tensors that they read."""
+
+    def __init__(self, replica: DrafterReplica) -> None:
+        self._replica = replica
+        self._batch: Batch | None = None
+        self._features: Tensor
+        self._sums: Tensor | None = None
+        self._learn: Recorded[Tensor] = Recorded(self._run, replica.device)
+        self._apply: Recorded[Tensor] = Recorded(self._run_update, replica.device)
+
+    def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
+        device = self._replica.device
+        first = self._batch is None
+        if self._batch is None:
+            moved = {name: value.to(device, copy=True) for name, value in batch.tensors().items()}
+            self._batch = Batch(**moved, sample_ids=batch.sample_ids)
+            self._features = features.to(self._replica.dtype, copy=True)
+        else:
+            for name, value in self._batch.tensors().items():
+                value.copy_(send(getattr(batch, name), device), non_blocking=True)
+            self._features.copy_(features, non_blocking=True)
+        if first:
+            # Its warm-up runs have added gradients: nothing else has, this early.
+            self._learn.record()
+            self._replica.optimizer.zero()
+        return self._learn().clone()
+
+    def update(self, step: int, sums: Tensor) -> Tensor:
+        if self._sums is None:
+            return self._replica.optimizer.step(step, sums)
+        self._replica.optimizer.prepare(step)
+        self._sums.copy_(sums)
+        return self._apply().clone()
+
+    def rehearse(self) -> None:
+        """Record the update, on sums that make it change nothing. Zeroes the gradients."""
+        optimizer = self._replica.optimizer
+        if not optimizer.recordable or self._sums is not None:
+            return
+        kept = optimizer.skipped.clone()
+        optimizer.prepare(0)
+        self._sums = torch.full((self._size(),), math.nan, device=self._replica.device)
+        self._apply.record()
+        optimizer.skipped.copy_(kept)
+
+    def _size(self) -> int:
+        return SCALARS + 2 * (self._replica.drafter.config.block_size - 1)
+
+    def _run(self) -> Tensor:
+        assert self._batch is not None
+        return self._replica.learn(self._batch, self._features, self._batch.labels)
+
+    def _run_update(self) -> Tensor:
+        assert self._sums is not None
+        return self._replica.optimizer.apply(self._sums)

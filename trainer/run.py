@@ -122,7 +122,8 @@ class Run:
         stage = self.tapped_target(device)
         if not self.config.data.cache_features:
             return stage
-        return CachedTarget(stage, self._recall(device, stage.layer_ids))
+        lengths = np.minimum(self.data.train.lengths, self.config.data.sequence_length)
+        return CachedTarget(stage, lengths, self._recall(device, stage.layer_ids))
 
     def tapped_target(self, device: torch.device) -> TappedTarget:
         """Without a cache: for any samples."""

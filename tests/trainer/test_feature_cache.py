@@ -41,7 +41,8 @@ def make_batches() -> PackedBatches:
 
 def test_each_row_is_asked_for_once_and_comes_back_the_same() -> None:
     inner = Counting(make_model("llama"), [1, 3], torch.device("cpu"))
-    cached, batches = CachedTarget(inner), make_batches()
+    batches = make_batches()
+    cached = CachedTarget(inner, batches.samples.lengths)
     epoch = -(-len(batches.packed) // batches.rows)
     for step in range(3 * epoch):
         batch = batches(step, 0)
@@ -56,7 +57,8 @@ def test_what_somebody_kept_is_not_asked_for() -> None:
     inner = Counting(make_model("llama"), [1, 3], torch.device("cpu"))
     batches = make_batches()
     kept = torch.ones(64, inner.feature_width)
-    cached = CachedTarget(inner, lambda sample: kept if sample != 4 else None)
+    lengths = batches.samples.lengths
+    cached = CachedTarget(inner, lengths, lambda sample: kept if sample != 4 else None)
     for step in range(len(batches.packed)):
         batch = batches(step, 0)
         found = cached.features(batch)

@@ -169,7 +169,7 @@ class BatchDecoder:
         """Prefill new rows, alike lengths together, and put them under the present ones. Yields
         after each prefill: on a CPU they take a while."""
         parts = [_Part(self._rows, self._mask, self._cache, self._next)] if self._rows else []
-        for group in _alike(requests):
+        for group in alike(requests, PREFILL_TOKENS):
             parts.append(self._prefill(group))
             yield
         width = max(part.mask.shape[1] for part in parts)
@@ -271,11 +271,11 @@ def _completion(row: _Row, ended: bool) -> Completion:
     return Completion(row.request.key, row.made, ended, features)
 
 
-def _alike(requests: list[Request]) -> list[list[Request]]:
-    """Groups of similar lengths, none of more than ``PREFILL_TOKENS`` when padded."""
+def alike(requests: list[Request], tokens: int) -> list[list[Request]]:
+    """Groups of similar lengths, none of more than so many ``tokens`` when padded."""
     groups: list[list[Request]] = []
     for request in sorted(requests, key=lambda r: len(r.tokens)):
-        if not groups or (len(groups[-1]) + 1) * len(request.tokens) > PREFILL_TOKENS:
+        if not groups or (len(groups[-1]) + 1) * len(request.tokens) > tokens:
             groups.append([])
         groups[-1].append(request)
     return groups

@@ -23,6 +23,7 @@ from trainer.data.conversation import (
 )
 from trainer.data.decode import BatchDecoder, Request
 from trainer.data.features import NONE, FeatureFile
+from trainer.data.slots import SlotDecoder
 from trainer.data.template import ChatTemplate, stop_tokens
 from trainer.errors import DataError
 from trainer.telemetry import compact, duration
@@ -152,11 +153,9 @@ class Maker:
             for key in range(source.count)
             if key not in known
         ]
-        decoder = BatchDecoder(
-            self.model, self.stop | set(end), self._pad(), self.config.response.batch
-        )
-        progress = Progress("prompts", source.count, self.say)
-        for completion in decoder.run(requests):
+        decoder = self._decoder(self.stop | set(end))
+        progress = Progress("prompts", source.count, self.say, source.seconds)
+        for completion in decoder.run(requests, _deadline(source.seconds)):
             if completion is not None:
                 tokens = completion.tokens[:-1] if completion.ended else completion.tokens
                 text = source.opening + self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -183,7 +182,7 @@ class Maker:
         journal = Journal(self.folder / "responses.jsonl")
         made = {item["key"]: item for item in journal.read()}
         keys = [prompt_key(p.messages) for p in prompts]
-        encoded = [self.template.prompt(p.messages) for p in prompts]
+        encoded = self.template.prompts([p.messages for p in prompts])
         missing = [index for index, key in enumerate(keys) if key not in made]
         # By hash, so that a run cut by time has some of every source; held-out prompts come last:
         # their responses only validate.
@@ -199,10 +198,9 @@ class Maker:
             )
             for index in missing
         ]
-        decoder = BatchDecoder(self.model, self.stop, self._pad(), settings.batch, layer_ids)
+        decoder = self._decoder(self.stop, layer_ids)
         progress = Progress("responses", len(prompts), self.say, settings.seconds)
-        deadline = time.monotonic() + settings.seconds if settings.seconds else None
-        for completion in decoder.run(requests, deadline):
+        for completion in decoder.run(requests, _deadline(settings.seconds)):
             if completion is not None:
                 index = completion.key
                 offset = NONE
@@ -222,6 +220,16 @@ class Maker:
             progress.update(len(made), decoder.generated, force=True)
         return [made[key] for key in keys if key in made]
 
-    def _pad(self) -> int:
+    def _decoder(
+        self, stop: set[int], layer_ids: tuple[int, ...] | None = None
+    ) -> BatchDecoder | SlotDecoder:
+        settings = self.config.response
         pad = self.tokenizer.pad_token_id
-        return int(pad if pad is not None else next(iter(self.stop)))
+        pad = int(pad if pad is not None else next(iter(self.stop)))
+        if settings.fixed_slots:
+            return SlotDecoder(self.model, stop, pad, settings.batch)
+        return BatchDecoder(self.model, stop, pad, settings.batch, layer_ids)
+
+
+def _deadline(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds

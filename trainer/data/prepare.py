@@ -117,7 +117,10 @@ def prepare(
     asked = {sample.key: sample.prompt for sample in samples}
     if config.data.make is not None:
         target = model()
-        kept = config.data.cache_features and layer_ids
+        # Slots keep none: what they decode is read again in the first epoch.
+        kept = (
+            config.data.cache_features and layer_ids and not config.data.make.response.fixed_slots
+        )
         maker = Maker(
             target,
             tokenizer,

@@ -9,6 +9,7 @@ Three ways to know which tokens the assistant wrote, in this order:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,13 @@ class ChatTemplate:
     def prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant begins."""
         return self._tokens(self._render(messages, invite=True))
+
+    def prompts(self, many: Sequence[Messages]) -> list[list[int]]:
+        """``prompt`` of each; the tokenizer takes them together, which is many times as fast."""
+        texts = [self._render(messages, invite=True) for messages in many]
+        if not texts:
+            return []
+        return list(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
 
     def encode(self, messages: Messages) -> Encoded:
         """A whole conversation. Raises ``DataError`` when the loss mask cannot be known."""

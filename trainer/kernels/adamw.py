@@ -54,6 +54,19 @@ def _adamw_kernel(
     tl.store(copy + place, p.to(copy.dtype.element_ty), mask=inside)
 
 
+def schedule_factors(
+    *, step: int, learning_rate: float, weight_decay: float, beta1: float, beta2: float
+) -> Tensor:
+    """f32 [3] on the CPU: the part of ``adamw_factors`` that the host knows beforehand."""
+    return torch.tensor(
+        [
+            learning_rate / (1 - beta1**step),
+            1 - learning_rate * weight_decay,
+            (1 - beta2**step) ** -0.5,
+        ]
+    )
+
+
 def adamw_factors(
     coefficient: Tensor,
     *,
@@ -68,12 +81,12 @@ def adamw_factors(
     ``coefficient`` (0-d) scales the gradient: clip factor / weight sum. Non-finite: the step leaves
     everything as it was. ``step`` counts from 1.
     """
-    rest = torch.tensor(
-        [
-            learning_rate / (1 - beta1**step),
-            1 - learning_rate * weight_decay,
-            (1 - beta2**step) ** -0.5,
-        ]
+    rest = schedule_factors(
+        step=step,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        beta1=beta1,
+        beta2=beta2,
     )
     return torch.cat((coefficient.detach().float().reshape(1), rest.to(coefficient.device)))
 
