@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -13,14 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def build(kind: str, source: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("dflashctl-*")
+    return path
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (path,) = folder.glob("dflashctl-*.whl")
-    return zipfile.ZipFile(path)
+    return zipfile.ZipFile(build("wheel", ROOT, tmp_path_factory.mktemp("wheel")))
 
 
 def test_every_file_of_both_packages_is_in_it(wheel: zipfile.ZipFile) -> None:
@@ -49,3 +53,21 @@ def test_the_controller_alone_asks_for_no_torch(wheel: zipfile.ZipFile) -> None:
 def test_one_console_script_is_installed(wheel: zipfile.ZipFile) -> None:
     (name,) = (n for n in wheel.namelist() if n.endswith("entry_points.txt"))
     assert "dflashctl = orchestrator.cli:main" in wheel.read(name).decode()
+
+
+def test_it_knows_its_commit_and_so_does_one_that_is_built_from_the_sdist(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    commit = wheel.read("orchestrator/_commit.txt").decode().strip()
+    assert commit.removesuffix("-dirty") == head.stdout.strip()
+    assert not (ROOT / "orchestrator" / "_commit.txt").exists()
+
+    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("dflashctl-*")
+    again = zipfile.ZipFile(build("wheel", source, tmp_path / "again"))
+    assert again.read("orchestrator/_commit.txt").decode().strip() == commit
+    assert set(again.namelist()) == set(wheel.namelist())

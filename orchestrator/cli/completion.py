@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from orchestrator.cli import output
 from orchestrator.cli.complete import Command
+from orchestrator.cli.options import JsonOption
 from orchestrator.errors import UsageError
 
 BASH = r"""# dflashctl completion for bash. Install:
@@ -80,12 +82,17 @@ def completion(
     shell: Annotated[
         Shell | None, typer.Argument(help="Default: the one you use.", show_default=False)
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the completion script of a shell; its first lines say where to put it.
 
     It completes verbs, options, inventory names, runs launched from here, and playbooks.
     """
-    typer.echo(SCRIPTS[shell or _own_shell()], nl=False)
+    chosen = shell or _own_shell()
+    if as_json:
+        output.emit({"shell": chosen.value, "script": SCRIPTS[chosen]})
+    else:
+        typer.echo(SCRIPTS[chosen], nl=False)
 
 
 def _own_shell() -> Shell:
@@ -111,7 +118,7 @@ def build_table() -> Command:
             commands[name] = Command(verb.summary)
             continue
         commands[name] = _command(loaded, verb.summary)
-    options = {"--help": ("Show help.", False), "--version": ("Show the version.", False)}
+    options = {"--help": ("Show help.", False), "--version": ("Show version and commit.", False)}
     return Command(options=options, commands=commands)
 
 

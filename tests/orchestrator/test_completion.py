@@ -82,6 +82,19 @@ def test_the_table_knows_every_verb_and_survives_its_cache() -> None:
     assert Command.parse(json.loads(json.dumps(table.as_tree()))).as_tree() == table.as_tree()
 
 
+def leaves(command: Command, name: str) -> dict[str, Command]:
+    if not command.commands:
+        return {name: command}
+    parts = (leaves(part, f"{name} {word}") for word, part in command.commands.items())
+    return {path: leaf for found in parts for path, leaf in found.items()}
+
+
+def test_every_verb_has_json() -> None:
+    found = leaves(build_table(), "dflashctl")
+    assert len(found) > len(VERBS)
+    assert [path for path, leaf in found.items() if "--json" not in leaf.options] == []
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     laptop = LaptopPaths({"HOME": str(tmp_path)})
