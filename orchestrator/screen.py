@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
+from orchestrator.terminal_text import clean_bytes
+
 # A bar that moves for an hour within one line would be silence in a pipe.
 BAR_EVERY_S = 10.0
 
@@ -15,7 +17,8 @@ class LogScreen:
     """Writes pieces of whole lines (each ends in ``\\n`` or ``\\r``) as a person wants to see them.
 
     On a terminal a bar overwrites itself. In a pipe only the last state of a line is written, and a
-    bar's state once in ``BAR_EVERY_S``. The log itself keeps every byte.
+    bar's state once in ``BAR_EVERY_S``. Control sequences are left out, and so are colours unless
+    they are wanted. The log itself keeps every byte.
     """
 
     def __init__(
@@ -23,12 +26,14 @@ class LogScreen:
         out: BinaryIO,
         *,
         terminal: bool,
+        colour: bool = False,
         prefix: str = "",
         grep: re.Pattern[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = out
         self._terminal = terminal
+        self._colour = colour
         self._prefix = prefix.encode()
         self._grep = grep
         self._clock = clock
@@ -37,6 +42,7 @@ class LogScreen:
         """What stands on the unfinished line."""
 
     def write(self, data: bytes) -> None:
+        data = clean_bytes(data, colour=self._colour, bars=True)
         plain = not self._prefix and self._grep is None
         if plain and (self._terminal or b"\r" not in data) and not self._bar:
             self._out.write(data)

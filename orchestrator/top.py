@@ -16,7 +16,8 @@ from orchestrator.errors import ContainerNotRunning, DflashctlError, Unreachable
 from orchestrator.fleet import Fleet
 from orchestrator.run import RunSummary
 from orchestrator.target import Target
-from orchestrator.watch import BACKOFF_S, KEPT, SEED_LINES, read_metrics
+from orchestrator.terminal_text import plain
+from orchestrator.watch import BACKOFF_S, SEED_LINES, read_metrics
 from trainer.telemetry import StepLine, compact, duration
 
 EVERY_S = 3.0
@@ -111,11 +112,13 @@ def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
 
 
 def fit(text: str, width: int) -> str:
+    text = plain(text)
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
 def fit_run(run_id: str, width: int) -> str:
     """A run id keeps its end, which tells it from the others."""
+    run_id = plain(run_id)
     if len(run_id) <= width:
         return run_id
     end = min(11, width // 2)
@@ -182,7 +185,8 @@ class Board:
         self._rows: dict[str, dict[str | None, Row]] = {}
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._over = threading.Event()
-        self._crowd = Counter(target.host.name for target in targets)
+        self._crowd = Counter(target.host for target in targets)
+        fleet.expect(targets)
 
     def start(self) -> None:
         for target in self._targets:
@@ -256,7 +260,6 @@ class Board:
     # In the threads
 
     def _ask_on(self, target: Target) -> None:
-        kept = self._crowd[target.host.name] <= KEPT
         channel: AgentChannel | None = None
         seen: set[str] = set()
         misses = 0
@@ -265,7 +268,7 @@ class Board:
                 channel = channel or self._fleet.container(target)
                 self._answers.put(_ask(channel, target, seen))
                 misses, pause = 0, EVERY_S
-                if not kept:
+                if self._crowd[target.host] > self._fleet.room(target.host):
                     channel.close()
                     channel = None
             except DflashctlError as error:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,14 +30,24 @@ def main(arguments: list[str] | None = None) -> int:
     import trainer.commands as commands
     from trainer.errors import TrainerError
 
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code: int = getattr(commands, options.run)(options)
         return code
+    except KeyboardInterrupt:
+        # `train` and `data` take signals themselves; the others have nothing to finish.
+        return 130
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except BrokenPipeError:
         return 1
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """End at once: importing torch takes seconds, and an interrupt in its midst is no news."""
+    os._exit(130)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,4 +96,6 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     # `kill -USR1` prints every thread's stack into the log: what to do when a run seems to hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
     sys.exit(main())

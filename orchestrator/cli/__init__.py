@@ -10,7 +10,16 @@ import sys
 
 def main() -> None:
     """Run a verb; one message and the design's exit code for whatever fails."""
-    words = sys.argv[1:]
+    try:
+        from orchestrator.cli import interrupt
+
+        interrupt.leave_at_once()
+        _run(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(words: list[str]) -> None:
     if words[:1] == ["__complete"]:
         # Asked on every press of the key: before anything that takes time is imported.
         from orchestrator.cli.complete import main as complete
@@ -32,8 +41,6 @@ def main() -> None:
 
         output.fail(error, as_json="--json" in options)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except OSError as error:
         # Of a stream, not of a file: `dflashctl tail > log` on a full disk.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from orchestrator.cli import interrupt
 from orchestrator.errors import UsageError
 
 COMMAND_KEY = "dflashctl.command"
@@ -73,7 +74,8 @@ class VerbCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with interrupt.raised():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
@@ -141,9 +143,9 @@ def load(name: str, verb: Verb) -> Any:
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from orchestrator import version
 
-        typer.echo(f"dflashctl {version('dflashctl')}")
+        typer.echo(f"dflashctl {version.text()}")
         raise typer.Exit
 
 
@@ -164,7 +166,7 @@ def build() -> typer.Typer:
         version: Annotated[
             bool,
             typer.Option(
-                "--version", help="Show the version.", is_eager=True, callback=show_version
+                "--version", help="Show version and commit.", is_eager=True, callback=show_version
             ),
         ] = False,
     ) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from orchestrator.cli import output
 from orchestrator.cli.session import Session
-from orchestrator.connection import CHANNELS
-from orchestrator.errors import DflashctlError, UsageError
+from orchestrator.errors import DflashctlError, UnreachableError, UsageError
+from orchestrator.fleet import KEPT, Fleet
 from orchestrator.follow import Follower, Piece, Start
 from orchestrator.paths import RunPaths
 from orchestrator.run import RunRef, RunSummary
@@ -53,7 +53,7 @@ def follow_runs(
     The highest exit code of all is returned; a run that cannot be read is told and does not stop
     the others.
     """
-    _check_crowd(refs)
+    _check_crowd(session.fleet, refs)
     prefixes = _prefixes(refs)
     lock = threading.Lock()
     codes: list[int] = []
@@ -103,14 +103,22 @@ def follow_runs(
     return max(codes)
 
 
-def _check_crowd(refs: Sequence[RunRef]) -> None:
+def _check_crowd(fleet: Fleet, refs: Sequence[RunRef]) -> None:
     """:raises UsageError: more runs of one host than channels, each of which is held to the end."""
-    host, count = Counter(ref.target.host.name for ref in refs).most_common(1)[0]
-    if count > CHANNELS:
+    fleet.expect([ref.target for ref in refs])
+    host, count = Counter(ref.target.host for ref in refs).most_common(1)[0]
+    if count <= KEPT:
+        return
+    try:
+        room = fleet.room(host)
+    except UnreachableError:
+        # Each of its runs tells so itself.
+        return
+    if count > room:
         raise UsageError(
-            f"{count} runs of one host at once: a connection carries {CHANNELS}",
+            f"{count} runs of one host at once: there is room for {room}",
             next_step="follow fewer, or use `dflashctl watch` or `top`, which take turns",
-            host=host,
+            host=host.name,
         )
 
 
@@ -133,7 +141,11 @@ def _writer(
     if not show:
         return lambda follower, piece: None
     screen = LogScreen(
-        sys.stdout.buffer, terminal=sys.stdout.isatty() and not as_json, prefix=prefix, grep=grep
+        sys.stdout.buffer,
+        terminal=sys.stdout.isatty(),
+        colour=output.wants_colour(sys.stdout),
+        prefix=prefix,
+        grep=grep,
     )
 
     def as_lines(follower: Follower, piece: Piece) -> None:

@@ -132,10 +132,9 @@ def sync(
         with audited(
             session.fleet, target, "env sync", output.notice, packages=sorted(planned.wanted)
         ):
+            show = (lambda piece: None) if as_json else output.shower(sys.stdout)
             for piece in remote.install(channel, target, planned):
-                if not as_json:
-                    sys.stdout.buffer.write(piece)
-                    sys.stdout.flush()
+                show(piece)
         left = compare(wanted, remote.collect(channel, target))
     if as_json:
         differences = [d.as_dict() for d in left]

@@ -88,15 +88,14 @@ def _run(
     if stdin:
         threading.Thread(target=request.feed, args=(_input(),), daemon=True).start()
     heard = {"stdout": bytearray(), "stderr": bytearray()}
+    show = {"stdout": output.shower(sys.stdout), "stderr": output.shower(sys.stderr)}
     for head, payload in request.frames():
         if "stream" not in head:
             continue
         if as_json:
             heard[head["stream"]] += payload
-            continue
-        out = sys.stdout.buffer if head["stream"] == "stdout" else sys.stderr.buffer
-        out.write(payload)
-        out.flush()
+        else:
+            show[head["stream"]](payload)
     answer = request.result()
     if as_json:
         text = {name: bytes(data).decode(errors="replace") for name, data in heard.items()}

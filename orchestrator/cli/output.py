@@ -6,11 +6,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from orchestrator.agent.frames import finite
 from orchestrator.errors import DflashctlError
+from orchestrator.terminal_text import Stream, plain, shown
 
 
 def fail(error: DflashctlError, *, as_json: bool) -> None:
@@ -18,12 +19,12 @@ def fail(error: DflashctlError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(error.as_dict()), flush=True)
     else:
-        print(f"{paint('error:', '31;1', sys.stderr)} {error}", file=sys.stderr, flush=True)
+        _print(f"{paint('error:', '31;1', sys.stderr)} {error}", sys.stderr)
 
 
 def notice(text: str) -> None:
     """Something worth knowing that is not the verb's answer."""
-    print(f"dflashctl: {text}", file=sys.stderr, flush=True)
+    _print(f"dflashctl: {text}", sys.stderr)
 
 
 def emit(data: dict[str, Any]) -> None:
@@ -37,14 +38,37 @@ def emit(data: dict[str, Any]) -> None:
 
 def say(text: str) -> None:
     """The verb's answer as words."""
-    print(text, flush=True)
+    _print(text, sys.stdout)
 
 
-def paint(text: str, code: str, stream: TextIO = sys.stdout) -> str:
-    """Colour on a terminal that wants it (https://no-color.org)."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
-        return text
-    return f"\x1b[{code}m{text}\x1b[0m"
+def _print(text: str, stream: TextIO) -> None:
+    """Whatever came from a container or a file name steers no terminal."""
+    print(shown(text, colour=wants_colour(stream)), file=stream, flush=True)
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """A terminal whose user did not refuse it (https://no-color.org)."""
+    refused = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not refused and stream.isatty()
+
+
+def paint(text: str, code: str, stream: TextIO | None = None) -> str:
+    """Colour where it is wanted; ``stream`` is standard output unless given."""
+    return f"\x1b[{code}m{text}\x1b[0m" if wants_colour(stream or sys.stdout) else text
+
+
+def shower(stream: TextIO) -> Callable[[bytes], None]:
+    """Hands a container's output on as it comes: all of it into a pipe, only words and colours to
+    a terminal."""
+    if not stream.isatty():
+        return lambda piece: _write(stream, piece)
+    filtered = Stream(colour=wants_colour(stream))
+    return lambda piece: _write(stream, filtered.feed(piece))
+
+
+def _write(stream: TextIO, data: bytes) -> None:
+    stream.buffer.write(data)
+    stream.flush()
 
 
 class Table:
@@ -59,7 +83,7 @@ class Table:
             self._begun = True
             self._print([name for name, _ in self._columns])
         filled = [*cells, *[None] * (len(self._columns) - len(cells))]
-        self._print(["-" if cell in (None, "") else str(cell) for cell in filled])
+        self._print(["-" if cell in (None, "") else plain(str(cell)) for cell in filled])
 
     def _print(self, cells: Sequence[str]) -> None:
         padded = (f"{cell:<{width}}" for cell, (_, width) in zip(cells, self._columns, strict=True))

@@ -114,11 +114,7 @@ def _stage(session: Session, targets: list[Target], run_id: str | None, as_json:
             return [RunRef(newest.target, newest.run_id)]
         return [RunRef(target, None) for target in targets]
 
-    def show(piece: bytes) -> None:
-        if not as_json:
-            sys.stderr.buffer.write(piece)
-            sys.stderr.flush()
-
+    show = (lambda piece: None) if as_json else output.shower(sys.stderr)
     stage = Stage(session.fleet, session.laptop, targets, choose, output.notice, show)
     if run_id:
         stage.refs = choose(run_id)

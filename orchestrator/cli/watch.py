@@ -16,6 +16,7 @@ from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
 from orchestrator.cli.session import open_session
 from orchestrator.run import seconds
+from orchestrator.terminal_text import plain
 from orchestrator.watch import Report, Watch
 from orchestrator.webhook import Webhook
 
@@ -90,7 +91,7 @@ class _Standing:
     def show(self) -> None:
         if self._live:
             width = shutil.get_terminal_size().columns
-            print(self._text()[: width - 1], end="", flush=True)
+            print(plain(self._text())[: width - 1], end="", flush=True)
 
     def clear(self) -> None:
         if self._live:

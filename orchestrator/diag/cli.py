@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
+from orchestrator.cli.output import wants_colour
 from orchestrator.diag.bundle import read_bundle, write_bundle
 from orchestrator.diag.diagnosis import diagnose
 from orchestrator.diag.evidence import Evidence
@@ -76,8 +78,5 @@ def show(report: Report, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.as_dict(), ensure_ascii=True), flush=True)
         return
-    from shutil import get_terminal_size
-
-    colour = sys.stdout.isatty()
-    width = min(get_terminal_size((80, 24)).columns, 120) if colour else 80
-    print(render(report, width=width, colour=colour), end="", flush=True)
+    width = min(get_terminal_size().columns, 120) if sys.stdout.isatty() else 80
+    print(render(report, width=width, colour=wants_colour(sys.stdout)), end="", flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from orchestrator.diag.codes import CODES
 from orchestrator.diag.finding import Finding, Quote, Report
+from orchestrator.terminal_text import plain
 
 COLOURS = {"fatal": "31;1", "warning": "33;1", "info": "36"}
 SHOWN = 4  # pieces of evidence of one finding; all of them are in the JSON
@@ -47,7 +48,7 @@ def _finding(finding: Finding, width: int, colour: bool) -> Iterator[str]:
         yield from _quote(quote, width)
     if finding.remedy:
         yield paint("  what to do", "1", colour)
-        for step in finding.remedy.splitlines():
+        for step in plain(finding.remedy).splitlines():
             yield f"    {step}"
     for effect in finding.consequences:
         yield from _wrap(f"{effect.code}: {effect.title}", "  therefore ", width)
@@ -56,7 +57,7 @@ def _finding(finding: Finding, width: int, colour: bool) -> Iterator[str]:
 def _quote(quote: Quote, width: int) -> Iterator[str]:
     where = quote.source.removeprefix("probe:")
     place = f"{where}:{quote.line}" if quote.line is not None else where
-    text = f"{place}  {quote.text}"
+    text = f"{place}  {plain(quote.text)}"
     room = width - 4
     yield "  │ " + (text if len(text) <= room else text[: room - 1] + "…")
     if len(text) > room:  # one more line: the telling end of an error is often at its end
@@ -69,14 +70,14 @@ def _context(report: Report, finding: Finding, width: int) -> Iterator[str]:
     if lines:
         yield "  in the log"
         for line in lines:
-            text = line.expandtabs(4)
+            text = plain(line).expandtabs(4)
             yield "  " + (text if len(text) <= width - 2 else text[: width - 3] + "…")
 
 
 def _wrap(text: str, indent: str, width: int) -> Iterable[str]:
     hanging = " " * len(indent)
     return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False
+        plain(text), width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False
     )
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrator.cli.app import VerbCommand
+
 if TYPE_CHECKING:
     from orchestrator.lab import Lab
 
@@ -44,7 +46,7 @@ def say(line: str) -> None:
     typer.echo(line, err=True)
 
 
-@app.command()
+@app.command(cls=VerbCommand)
 def up(
     root: Root = None,
     port: Annotated[int, typer.Option(help="Loopback port of its sshd.")] = 20022,
@@ -78,7 +80,7 @@ def up(
     show(lab.up(say), as_json)
 
 
-@app.command()
+@app.command(cls=VerbCommand)
 def down(root: Root = None, as_json: Json = False) -> None:
     """End the lab and remove all of it; also what a crash has left."""
     found = make_lab(root).down(say)
@@ -86,7 +88,7 @@ def down(root: Root = None, as_json: Json = False) -> None:
         typer.echo(json.dumps({"up": False, "found": found}))
 
 
-@app.command()
+@app.command(cls=VerbCommand)
 def status(root: Root = None, as_json: Json = False) -> None:
     """Say whether the lab is up and what its containers do."""
     show(make_lab(root).status(), as_json)

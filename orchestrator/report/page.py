@@ -10,11 +10,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from orchestrator.report.plot import Chart, Mark, Series, draw, number
+from orchestrator.report.plot import Chart, Mark, Series, draw, escape, number
 from trainer.telemetry import EventLine, StepLine, compact, duration
 
 # Which events deserve a line through the plots; the rest are listed only.
@@ -148,7 +147,8 @@ def _finding(finding: dict[str, Any]) -> str:
         f'<article class="finding {escape(str(finding.get("severity", "")))}">'
         f"<h3><code>{escape(str(finding.get('code', '')))}</code> "
         f"{escape(str(finding.get('title', '')))}</h3>"
-        f"<pre>{escape(evidence)}</pre><p>{escape(str(finding.get('remedy', '')))}</p></article>"
+        f"<pre>{escape(evidence)}</pre>"
+        f"<p>{escape(str(finding.get('remedy', '')))}</p></article>"
     )
 
 

@@ -6,10 +6,12 @@ schemes apply and a chart never carries a colour of its own.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from html import escape
+
+from orchestrator.terminal_text import plain
 
 WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 14, 26
@@ -42,6 +44,11 @@ class Chart:
     marks: Sequence[Mark] = ()
     label: Callable[[float], str] = field(default=lambda value: number(value))
     from_zero: bool = False
+
+
+def escape(text: str) -> str:
+    """For HTML; control sequences are no words in a page either."""
+    return html.escape(plain(text))
 
 
 def number(value: float) -> str:
