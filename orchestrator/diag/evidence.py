@@ -7,20 +7,22 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from orchestrator.diag import scan, steps, tracebacks
+from orchestrator.diag import scan, scope, steps, tracebacks
 from orchestrator.diag.finding import Finding, Quote, Severity
 from orchestrator.diag.outcome import Outcome, read_outcome
 from orchestrator.diag.probes import Probe, Probes
 from orchestrator.diag.text import Line, read_lines
 from orchestrator.diag.tracebacks import Failure
 
-_DATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{6}[+-]\d\d:\d\d")
-_SYSTEM = re.compile(r"journal|syslog|messages|dmesg|kern|^auth_?log")
+_OWN_NUMBER = (
+    r"\b(?:container|CT|pct (?:exec|push|status|start|config|pull)) '?(\d{3,9})'?\b",
+    r"pve-config-(\d{3,9})\.lock|/lxc/(\d{3,9})\.conf",
+    r"\bct(\d{3,9})\b|dflashctl\b.*?\b[A-Za-z][\w.-]*/(\d{3,5})\b",
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Evidence:
     def __init__(self, lines: Sequence[Line], probes: Probes, *, total: int | None = None) -> None:
         self.lines = list(lines)
         self.probes = probes
+        self.container = self._container()
+        self.probes = scope.of_this_run(probes, self.container)
         self.total = total if total is not None else (lines[-1].number if lines else 0)
         self.failures: list[Failure] = tracebacks.parse(self.lines)
         for probe in probes:
@@ -93,9 +97,7 @@ class Evidence:
                 continue
             if hit.line.source != "log":
                 key = hit.line.source.removeprefix("probe:")
-                if _SYSTEM.search(key) and not system:
-                    continue
-                if system and not self.current(hit.line):
+                if scope.SYSTEM.search(key) and not system:
                     continue
                 if named and not re.search(named, key):
                     continue
@@ -104,6 +106,18 @@ class Evidence:
                 continue
             kept.append(hit)
         return kept
+
+    def _container(self) -> str:
+        """The run's container, where somebody says which it is: probe ``ct``, the controller's
+        lines, pct's answers. Empty if nobody does: control groups and lists name the neighbours
+        as well."""
+        for probe in self.probes.named(r"^(?:ct|vmid|container)$"):
+            if (match := re.search(r"\d{3,9}", probe.text)) is not None:
+                return match[0]
+        hits = self._log_text.search(_OWN_NUMBER)
+        asked = [p for p in self.probes.named(r"^(?:pct_status|pct|pct_config)$")]
+        hits += _Text([li for probe in asked for li in probe.lines]).search(_OWN_NUMBER)
+        return next((g for hit in hits for g in hit.match.groups() if g), "")
 
     @cached_property
     def _log_text(self) -> _Text:
@@ -124,18 +138,6 @@ class Evidence:
             and f.name != "ChildFailedError"
             and (done is None or f.line.source != "log" or f.first < done)
         ]
-
-    def current(self, line: Line) -> bool:
-        """Not a kernel's or journal's line that is dated before the run began.
-
-        Dates with an offset (``dmesg --time-format iso``) are compared with probe ``run_started``
-        (seconds since the epoch); where either is missing every line counts.
-        """
-        started = self.probes.started
-        match = _DATED.match(line.raw) if started is not None else None
-        if match is None or started is None:
-            return True
-        return datetime.fromisoformat(match[0].replace(",", ".")).timestamp() >= started - 5
 
     def raised(self, type_: str, message: str = "") -> list[Failure]:
         """Errors whose type's last part matches ``type_`` wholly and whose message has
@@ -203,6 +205,7 @@ class Evidence:
         quotes = [q for p in places if (q := _quoted(p)) is not None]
         rank = next((li.rank for li in log if li.rank is not None), None)
         position = min((_first(p) for p in places if _in_log(p)), default=0)
+        extent = max((p.last for p in places if isinstance(p, Failure) and _in_log(p)), default=0)
         unique = tuple(dict.fromkeys(quotes))[:8]
         return Finding(
             code,
@@ -212,6 +215,7 @@ class Evidence:
             unique,
             remedy,
             position,
+            extent,
             rank,
             recovered and not lasting,
         )

@@ -42,6 +42,8 @@ class Finding:
     """Commands or steps, one a line."""
     position: int = 0
     """Line of the log where it first shows; 0 if only a probe shows it (no order known)."""
+    extent: int = 0
+    """Last line of the exception that it speaks of: its message may go on for a screen."""
     rank: int | None = None
     recovered: bool = False
     """The run went on after it, so it did not end the run."""

@@ -43,10 +43,16 @@ _ENDED = re.compile(
     r"\bexit(?:ed|s|ing)?(?: code| status| with| rc)*[ :=(]+(?:code |status )?(-?[1-9]\d*)\b"
     r"|\b(?:rc|exit_?code|status|returncode)[ =:]+(-?[1-9]\d{0,2})\)?\s*$"
     r"|Error (12[67])\b(?! \(ignored\))|^\S*: \*\*\* .*Error (\d+)"
+    r"|^\[\d+\][+-]? +Exit [1-9]"  # bash of a job in the background
     r"|^(?:bash: line \d+: +\d+ |.*\.sh: line \d+: +\d+ )?(?:Killed|Terminated|Aborted|Hangup|"
     r"Segmentation fault|Bus error|Floating point exception|"
     r"Illegal instruction)(?: \(core dumped\))?"
     r"(?:\s.*)?$|ChildFailedError|\bFAILED$"
+)
+# A shell's own complaint, or an exception's line, as the very last word of a log.
+_COMPLAINT = re.compile(
+    r"^(?:(?:/\S*/)?(?:bash|sh|dash|zsh|ash|ksh)|\S+\.(?:sh|bash)): (?:line )?\d+:? ?\S"
+    r"|^(?:\w+\.)*\w+(?:Error|Exception|Interrupt|Exit)\b(?:: |$)"
 )
 # One stage that is done, or a watcher's word, is not the run.
 _WORKER = re.compile(
@@ -135,7 +141,7 @@ def read_outcome(
         state = "failed"
     elif alive:
         state = "running"
-    elif alive is False:
+    elif alive is False or (alive is None and done is None and _complains(lines, last_step)):
         state = "failed"
     elif series.steps and not fatal:
         state = "running" if probes.now is not None else "unknown"
@@ -144,6 +150,13 @@ def read_outcome(
     ):
         done = None if record is not None and record.code not in (None, 0) else done
     return Outcome(state, record, done, attempt, ended, alive, going_on, last_step, last_line)
+
+
+def _complains(lines: Sequence[Line], last_step: int) -> bool:
+    """The last word is an error, and nothing says that the run went on."""
+    spoken = [li for li in lines[-8:] if li.text.strip() and not li.quiet]
+    last = spoken[-1] if spoken else None
+    return last is not None and last.number > last_step and bool(_COMPLAINT.match(last.text))
 
 
 def _done_line(lines: Sequence[Line], last_step: int) -> int | None:

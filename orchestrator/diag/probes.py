@@ -73,6 +73,12 @@ class Probes:
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self.items: dict[str, Probe] = {k: _probe(k, v) for k, v in (values or {}).items()}
 
+    @classmethod
+    def of(cls, items: Mapping[str, Probe]) -> Probes:
+        made = cls()
+        made.items = dict(items)
+        return made
+
     def __iter__(self) -> Iterator[Probe]:
         return iter(self.items.values())
 

@@ -98,7 +98,7 @@ def explains(cause: Finding, effect: Finding) -> bool:
         effect.code == "code.error"
         and says_what
         and not mere_remark
-        and set(cause.evidence) & set(effect.evidence)
+        and (set(cause.evidence) & set(effect.evidence) or _within(cause, effect))
     ):
         return True  # one exception: the code that says what it was leads
     if (cause.code, effect.code) == ("run.killed", "code.error"):
@@ -113,7 +113,11 @@ def explains(cause: Finding, effect: Finding) -> bool:
     if (
         cause.code == "code.error"
         and effect.code != "exit.masked"
-        and (set(cause.evidence) & set(effect.evidence) or cause.position > effect.position > 0)
+        and (
+            set(cause.evidence) & set(effect.evidence)
+            or _within(effect, cause)
+            or cause.position > effect.position > 0
+        )
     ):
         return False  # the same exception, or one after it
     if cause.code == "run.interrupted" and cause.position > effect.position:
@@ -126,6 +130,11 @@ def explains(cause: Finding, effect: Finding) -> bool:
             and (cause.position - effect.position < 400)
         )
     return True
+
+
+def _within(finding: Finding, exception: Finding) -> bool:
+    """Its first line is one of the exception's own: of its traceback or its long message."""
+    return exception.extent > 0 and exception.position <= finding.position <= exception.extent
 
 
 def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:

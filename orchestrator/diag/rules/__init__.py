@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules import (
-    compile,
+    compile_build,
+    compile_race,
+    compile_runtime,
     connection,
     container,
     data,
@@ -37,7 +39,9 @@ RULES: tuple[Rule, ...] = (
     *gpu_driver.RULES,
     *gpu.RULES,
     *nccl.RULES,
-    *compile.RULES,
+    *compile_race.RULES,
+    *compile_runtime.RULES,
+    *compile_build.RULES,
     *environment.RULES,
     *data.RULES,
     *model.RULES,

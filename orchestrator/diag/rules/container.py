@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.probes import Probe
-from orchestrator.diag.rules.shared import container_of, own_number
+from orchestrator.diag.rules.shared import container_of
 from orchestrator.diag.text import Line
 
 MISSING = (
@@ -72,7 +72,7 @@ def missing(e: Evidence) -> Iterator[Finding]:
 def stopped(e: Evidence) -> Iterator[Finding]:
     """pve-container 4 to 6 ``container '202' not running!`` (255), ``CT 202 not running``; ``pct
     status`` says ``status: stopped``; ``pct list`` shows it."""
-    number = own_number(e)
+    number = e.container
     hits: list[Hit | Line] = list(e.search(*STOPPED))
     hits += [li for li, _ in e.probes.search(r"^\s*(?:status: stopped|State:\s+STOPPED)")]
     if number:

@@ -49,6 +49,8 @@ PATH = (
     r"orden no encontrada|comando non trovato|comando não encontrado|opdracht niet gevonden|"
     r"nie znaleziono polecenia|команда не найдена|未找到命令|コマンドが見つかりません)",
     r"exec: \"([^\"]+)\": executable file not found in \$PATH",
+    # nohup, timeout, nice, env, stdbuf of coreutils; setsid and chrt of util-linux
+    r"failed to (?:run command|execute) ['‘`]?([\w./+-]+)['’`]?: No such file or directory",
     r"/usr/bin/env: ['‘]?([\w./+-]+)['’]?: No such file or directory",
     r"FileNotFoundError: \[Errno 2\] No such file or directory: '((?:\w[\w+-]*)|"
     r"/usr/\S*bin/\S+)'\s*$",

@@ -12,7 +12,7 @@ from orchestrator.diag.rules.shared import container_of, in_container
 from orchestrator.diag.text import Line
 
 MISMATCH = (
-    r"Driver/library version mismatch",
+    r"Driver/library version mismatch|LibRmVersionMismatch|NVML/RM version mismatch",
     r"unsupported display driver ?/ ?cuda driver combination",
     r"API mismatch: the client has (?:the )?version",
     r"\bError 80[34]:|Cuda failure 80[34]\b|cudaErrorSystemDriverMismatch|"
@@ -38,7 +38,7 @@ NONE = (
     r"no CUDA-capable device is detected|cudaErrorNoDevice|CUDA_ERROR_NO_DEVICE",
     r"invalid device ordinal|cudaErrorInvalidDevice|Invalid device id|"
     r"AcceleratorError: .*invalid device",
-    r"No devices were found",
+    r"No devices (?:were )?found",
     r"(?:CUDA|GPU) (?:is )?(?:not available|unavailable)|no GPUs? (?:found|available|visible|"
     r"detected)",
     r"Attempting to deserialize object on a CUDA device but torch\.cuda\.is_available\(\) is False",
@@ -245,6 +245,8 @@ def none(e: Evidence) -> Iterator[Finding]:
     hits = [
         h for h in e.search(*NONE) if not re.search(r"using cpu|fall", h.line.text, re.IGNORECASE)
     ]
+    if e.progress and not e.errors:  # a run on CPUs, where a probe rightly finds no device
+        hits = [h for h in hits if h.line.source == "log"]
     warned = e.search(r"CUDA_VISIBLE_DEVICES ?[=:] ?['\"]?(?:\s*$|-1\b|\S+)", quiet=True)
     if hits:
         yield e.found(

@@ -44,7 +44,10 @@ def nan(e: Evidence) -> Iterator[Finding]:
     ]
     steps = {s.line.number for s in [*bad, *grads]}
     words = [h for h in words if h.line.number not in steps]
-    hard = [h for h in words if not _SCALER.search(h.line.text) and not e.recovered(h.line)]
+    # fairseq's last word: a scale that was halved until nothing is left.
+    ended = re.compile(r"FloatingPointError|[Mm]inimum loss scale")
+    hard = [h for h in words if not _SCALER.search(h.line.text) or ended.search(h.line.text)]
+    hard = [h for h in hard if not e.recovered(h.line)]
     losses = e.series.losses()
     last = losses[-1] if losses else None
     stays = (

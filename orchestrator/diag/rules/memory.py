@@ -34,16 +34,6 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
         return
     number = container_of(e)
     kernel: list[Line] = [h.line for h in e.search(*OOM_KERNEL, system=True)]
-    if number != "CT":
-        foreign = [
-            li
-            for li in kernel
-            if re.search(r"/lxc(?:\.payload\.|/)\d+", li.text)
-            and not re.search(rf"/lxc(?:\.payload\.|/){number}\b", li.text)
-        ]
-        own = [li for li in kernel if re.search(rf"/lxc(?:\.payload\.|/){number}\b", li.text)]
-        if foreign and not own:
-            kernel = []
     victims = {
         m[1] for li in kernel if (m := re.search(r"Kill(?:ed)? process (\d+)", li.text)) is not None
     }
@@ -64,6 +54,9 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
         record is not None
         and (record.signal == 9 or 137 in (record.code, record.shell, *record.pipe))
     )
+    if record is not None and (record.signal == 15 or 143 in (record.code, record.shell)):
+        # earlyoom asks before it kills.
+        by_kill = by_kill or any("SIGTERM" in li.text for li in kernel)
     ended = record is not None and (record.code is not None or record.signal not in (None, 9))
     if ended and not by_kill and not said:
         return  # it ended by a code of its own: these kills are somebody else's or long past

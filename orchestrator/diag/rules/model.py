@@ -48,6 +48,7 @@ SHAPE = (
     r"expected (?:input|hidden|weight|tensor)[^\n]*(?:size|shape|dim)[^\n]*(?:got|but)",
     r"shape '\[[^\]]+\]' is invalid for input of size \d+",
     r"Given normalized_shape=|Expected tensor [^\n]*size \d+",
+    r"Trying to set a tensor of shape [^\n]* which has shape|which has shape[^\n]*looks incorrect",
     r"ignore_mismatched_sizes",
     r"newly initialized because the shapes did not match",
 )

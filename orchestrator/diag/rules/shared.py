@@ -33,26 +33,10 @@ def mount_of(e: Evidence, path: str) -> Mount | None:
     return best
 
 
-def own_number(e: Evidence) -> str:
-    """The run's container, where somebody says which it is: probe ``ct``, the controller's lines,
-    pct's answers. Empty if nobody does: cgroups and lists name the neighbours as well."""
-    for probe in e.probes.named(r"^(?:ct|vmid|container)$"):
-        if (match := re.search(r"\d{3,9}", probe.text)) is not None:
-            return match[0]
-    pattern = (
-        r"\b(?:container|CT|pct (?:exec|push|status|start|config|pull)) '?(\d{3,9})'?\b",
-        r"pve-config-(\d{3,9})\.lock|/lxc/(\d{3,9})\.conf",
-        r"\bct(\d{3,9})\b|dflashctl\b.*?\b[A-Za-z][\w.-]*/(\d{3,5})\b",
-    )
-    for hit in e.search(*pattern, quiet=True, named=r"^(?:pct_status|pct|pct_config)$"):
-        return next(g for g in hit.match.groups() if g)
-    return ""
-
-
 def container_of(e: Evidence) -> str:
     """The container's number, from whatever names it; ``CT`` if nothing does."""
-    if number := own_number(e):
-        return number
+    if e.container:
+        return e.container
     for hit in e.search(
         r"\b(?:container|CT|pct (?:exec|push|status|start|list|config|pull)) '?(\d{3,9})'?\b",
         r"pve-config-(\d{3,9})\.lock",
