@@ -42,7 +42,7 @@ class LogScreen:
         """What stands on the unfinished line."""
 
     def write(self, data: bytes) -> None:
-        data = clean_bytes(data, colour=self._colour, bars=True)
+        data = clean_bytes(data, colour=self._colour)
         plain = not self._prefix and self._grep is None
         if plain and (self._terminal or b"\r" not in data) and not self._bar:
             self._out.write(data)

@@ -72,13 +72,11 @@ def test_of_an_overwritten_line_the_last_state_is_left() -> None:
 
 
 def test_a_bar_keeps_its_carriage_return() -> None:
-    assert clean_bytes(b"50%\x1b[K\r", colour=False, bars=True) == b"50%\r"
+    assert clean_bytes(b"50%\x1b[K\r", colour=False) == b"50%\r"
 
 
 def test_what_is_no_utf8_stays_except_controls_in_eight_bits() -> None:
-    assert clean_bytes(b"caf\xe9 \x9b2J \xe2\x96\x88", colour=False, bars=True) == (
-        b"caf\xe9 2J \xe2\x96\x88"
-    )
+    assert clean_bytes(b"caf\xe9 \x9b2J \xe2\x96\x88", colour=False) == (b"caf\xe9 2J \xe2\x96\x88")
 
 
 def test_long_hostile_lines_take_no_quadratic_time() -> None:
