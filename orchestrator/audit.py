@@ -48,7 +48,6 @@ def _write(opening: Opening, line: dict[str, Any], notice: Notice) -> None:
     try:
         channel = opening.result()
         channel.call("audit", who=whoami(), **line)
-        channel.close()
     except DflashctlError as error:
         # The action is what counts; that its host could not note it is told.
         notice(f"the host keeps no record of this {line['action']}: {error.what}")

@@ -46,6 +46,7 @@ class AgentChannel:
     """Requests to one agent.
 
     :param trusted: the program is believed to be there: only its hash is sent at first.
+    :param queued: whether the far side has yet to begin; such a wait is no failure to start.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class AgentChannel:
         host: str,
         ct: int | None,
         on_hello: Callable[[dict[str, Any]], None] | None = None,
+        queued: Callable[[], bool] | None = None,
     ) -> None:
         self.host = host
         self.ct = ct
@@ -65,6 +67,7 @@ class AgentChannel:
         self._bundle = bundle
         self._workdir = workdir
         self._on_hello = on_hello
+        self._queued = queued or (lambda: False)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         # Apart from the other: a sender that waits for the far side must not stop the reader.
@@ -90,7 +93,7 @@ class AgentChannel:
         for thread in self._threads:
             thread.start()
         # After the readers: a noisy shell may fill its output before it reads a byte of ours.
-        self._send_raw(self._header(b"" if trusted else bundle.data))
+        self._introduce(b"" if trusted else bundle.data)
 
     def __enter__(self) -> AgentChannel:
         return self
@@ -102,6 +105,11 @@ class AgentChannel:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, for whatever reason: no request is answered any more."""
+        return self._over.is_set()
 
     def hello(self) -> dict[str, Any]:
         """Who answers: version, python, hostname, boot_id, time, tmux, …
@@ -146,8 +154,11 @@ class AgentChannel:
 
     # Sending
 
-    def _header(self, program: bytes) -> bytes:
-        return loader.header(self._bundle.digest, len(program), self._workdir) + program
+    def _introduce(self, program: bytes) -> None:
+        self._send_raw(loader.header(self._bundle.digest, len(program), self._workdir))
+        if program:
+            # By itself and as it is: a link may know it.
+            self._send_raw(program)
 
     def _send(self, head: dict[str, Any], payload: bytes | memoryview) -> None:
         self._send_raw(frames.encode(head, payload), frame=True)
@@ -166,7 +177,9 @@ class AgentChannel:
 
     def _resend_with_program(self) -> None:
         with self._send_lock:
-            self._link.send(RESYNC + self._header(self._bundle.data))
+            header = loader.header(self._bundle.digest, len(self._bundle.data), self._workdir)
+            self._link.send(RESYNC + header)
+            self._link.send(self._bundle.data)
             for data in self._unconfirmed:
                 self._link.send(data)
 
@@ -265,6 +278,8 @@ class AgentChannel:
         while True:
             if self._over.wait(0.25):
                 return
+            if self._queued():
+                began = time.monotonic()
             if self._busy:
                 continue
             now = time.monotonic()

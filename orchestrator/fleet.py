@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from orchestrator import pct
 from orchestrator.agent import loader
-from orchestrator.channel import AgentChannel
-from orchestrator.connection import HostConnection
-from orchestrator.errors import AuthenticationFailed, DflashctlError
+from orchestrator.channel import AgentChannel, Link
+from orchestrator.connection import CHANNELS, HostConnection
+from orchestrator.errors import (
+    AuthenticationFailed,
+    ConnectionLost,
+    DflashctlError,
+    HostKeyMismatch,
+    HostUnreachable,
+)
 from orchestrator.paths import HOST_WORKDIR
+from orchestrator.relay import RELAYS, RelayLink
 from orchestrator.state import LaptopState
 from orchestrator.target import HostTarget, Target
+
+if TYPE_CHECKING:
+    from orchestrator.agent_bundle import Bundle
+
+# Channels of its own that one verb may keep open on a host: the others are for the host's agent,
+# and for a second verb.
+KEPT = CHANNELS - 2
+OF_THE_LINK = (HostUnreachable, AuthenticationFailed, HostKeyMismatch, ConnectionLost)
+
+Notice = Callable[[str], None]
 
 
 def agent_argv(target: Target) -> list[str]:
@@ -58,16 +79,42 @@ class Opening:
         return isinstance(self._error, AuthenticationFailed) and sys.stdin.isatty()
 
 
+@dataclass(frozen=True)
+class _Owner:
+    """What a channel stands on."""
+
+    host: HostTarget
+    connection: HostConnection
+    carrier: AgentChannel | None = None
+    """Of a relayed channel: the host's agent's. Whether the link lives is known by this one."""
+
+
+class _Shared:
+    """The one channel to a host's agent, and the places on it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held while it is opened."""
+        self.channel: AgentChannel | None = None
+        self.places = threading.BoundedSemaphore(RELAYS)
+
+
 class Fleet:
     """Opens each connection and each channel once, closes them all at the end. Thread-safe."""
 
-    def __init__(self, state: LaptopState, *, ask: bool = False) -> None:
+    def __init__(
+        self, state: LaptopState, *, ask: bool = False, notice: Notice = lambda text: None
+    ) -> None:
         """:param ask: prompt for passwords (never where many hosts are reached at once)."""
         self.state = state
         self._ask = ask
+        self._notice = notice
         self._lock = threading.Lock()
         self._hosts: dict[HostTarget, HostConnection] = {}
-        self._owners: dict[AgentChannel, tuple[HostTarget, HostConnection]] = {}
+        self._shared: dict[HostTarget, _Shared] = {}
+        self._owners: dict[AgentChannel, _Owner] = {}
+        self._crowded: set[HostTarget] = set()
+        """Hosts whose containers are reached through their own agent."""
 
     def __enter__(self) -> Fleet:
         return self
@@ -85,70 +132,132 @@ class Fleet:
         with self._lock:
             return self._hosts.setdefault(host, HostConnection(host, ask=self._ask))
 
+    def expect(self, targets: Iterable[Target]) -> None:
+        """Say what will be asked at once: several containers of a host go through its own agent.
+
+        One alone is reached directly, which is a process and a round trip less.
+        """
+        counts = Counter(target.host for target in targets)
+        with self._lock:
+            self._crowded |= {host for host, count in counts.items() if count > 1}
+
+    def room(self, host: HostTarget) -> int:
+        """How many channels to containers of a host may stay open.
+
+        :raises UnreachableError: the host cannot be reached.
+        """
+        return KEPT if self._carrier(host) is None else RELAYS
+
     def container(self, target: Target) -> AgentChannel:
         """A new channel to the agent in a container. Requests may be sent at once.
 
         :raises UnreachableError: the host cannot be reached.
         """
-        place = f"{target.host.address}:{target.host.settings.port or ''}/{target.ct}"
-        return self._open(
-            target.host, agent_argv(target), target.settings.workdir, place, target.ct
-        )
+        host, workdir = target.host, target.settings.workdir
+        place = f"{host.address}:{host.settings.port or ''}/{target.ct}"
+        open_channel = partial(self._adopt, workdir=workdir, place=place, ct=target.ct)
+        connection = self.connection(host)
+        carrier = self._carrier(host)
+        if carrier is None:
+            return open_channel(_Owner(host, connection), connection.session(agent_argv(target)))
+        places = self._shared[host].places
+        places.acquire()
+        link = RelayLink(carrier, agent_argv(target), _program().data, places.release)
+        return open_channel(_Owner(host, connection, carrier), link)
 
     def opening(self, target: Target) -> Opening:
         """Begin to open a container's channel in the background."""
         return Opening(lambda: self.container(target))
 
     def host(self, host: HostTarget) -> AgentChannel:
-        """A new channel to the agent on a host."""
-        place = f"{host.address}:{host.settings.port or ''}"
-        return self._open(host, host_agent_argv(host), HOST_WORKDIR, place, None)
+        """The channel to the agent on a host: one for all who ask, made anew once it is dead.
+
+        :raises UnreachableError: the host cannot be reached.
+        """
+        with self._lock:
+            shared = self._shared.setdefault(host, _Shared())
+        with shared.lock:
+            if shared.channel is None or shared.channel.is_over:
+                connection = self.connection(host)
+                shared.channel = self._adopt(
+                    _Owner(host, connection),
+                    connection.session(host_agent_argv(host)),
+                    workdir=HOST_WORKDIR,
+                    place=f"{host.address}:{host.settings.port or ''}",
+                    ct=None,
+                )
+            return shared.channel
 
     def drop(self, channel: AgentChannel) -> None:
         """Close a channel that failed, and its connection unless the link itself still lives."""
         channel.close()
         with self._lock:
-            host, connection = self._owners.pop(channel, (None, None))
+            owner = self._owners.pop(channel, None)
+            if owner is None or (owner.carrier or channel).link_alive:
+                return
             # Only its own connection: another channel may have made a new one meanwhile.
-            dead = not channel.link_alive and host and self._hosts.get(host) is connection
-            if host and dead:
-                del self._hosts[host]
-        if connection and dead:
-            connection.close()
+            if self._hosts.get(owner.host) is owner.connection:
+                del self._hosts[owner.host]
+        owner.connection.close()
 
     def close(self) -> None:
         with self._lock:
-            channels, self._owners = list(self._owners), {}
+            owners, self._owners = self._owners, {}
             hosts, self._hosts = list(self._hosts.values()), {}
-        for channel in channels:
+        # What is relayed first: it says goodbye on the host's channel.
+        for channel in sorted(owners, key=lambda one: owners[one].carrier is None):
             channel.close()
         for host in hosts:
             host.close()
 
-    def _open(
-        self, host: HostTarget, argv: list[str], workdir: str, place: str, ct: int | None
-    ) -> AgentChannel:
-        # Imported while pct starts: its 25 ms of importlib.metadata then cost nothing.
-        connection = self.connection(host)
-        session = connection.session(argv)
-        from orchestrator import agent_bundle
+    def _carrier(self, host: HostTarget) -> AgentChannel | None:
+        """The host's agent, where containers are reached through it and it can run."""
+        if host not in self._crowded:
+            return None
+        channel = self.host(host)
+        try:
+            channel.hello()
+        except OF_THE_LINK:
+            raise
+        except DflashctlError as error:
+            with self._lock:
+                told = host not in self._crowded
+                self._crowded.discard(host)
+            if not told:
+                self._notice(
+                    f"{host.name}: its containers are asked through {CHANNELS} ssh sessions in "
+                    f"turns, because the agent cannot run on the host itself: {error.what}"
+                )
+            return None
+        return channel
 
-        bundle = agent_bundle.bundle()
+    def _adopt(
+        self, owner: _Owner, link: Link, *, workdir: str, place: str, ct: int | None
+    ) -> AgentChannel:
         place = f"{place} {workdir}"
+        program = _program()
         channel = AgentChannel(
-            session,
-            bundle,
+            link,
+            program,
             workdir,
-            trusted=self.state.agent_of(place) == bundle.digest,
-            host=host.name,
+            trusted=self.state.agent_of(place) == program.digest,
+            host=owner.host.name,
             ct=ct,
             on_hello=lambda hello: self._remember(place, hello),
+            queued=(lambda: link.waiting) if isinstance(link, RelayLink) else None,
         )
         with self._lock:
-            self._owners[channel] = (host, connection)
+            self._owners[channel] = owner
         return channel
 
     def _remember(self, place: str, hello: dict[str, object]) -> None:
         # From a temporary folder it is gone at the next boot, or before.
         if hello.get("stored") == "workdir":
             self.state.know_agent(place, str(hello["version"]))
+
+
+def _program() -> Bundle:
+    # Imported while pct starts: its 25 ms of importlib.metadata then cost nothing.
+    from orchestrator import agent_bundle
+
+    return agent_bundle.bundle()

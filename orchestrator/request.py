@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,6 +14,14 @@ from orchestrator.errors import DflashctlError
 
 # Frames that nobody has taken yet: beyond this the channel stops reading, and the far side waits.
 BACKLOG = 32 << 20
+# No more is on its way than the link carries in this time: what is sent after it waits behind it, a
+# ping too, and a link of 64 KB/s with megabytes under way would look dead.
+IN_FLIGHT_S = 2.0
+# Before the first answer nothing is known of the link; 4 s of a slow one.
+FIRST_WINDOW = 256 << 10
+# The far side answers for whole pieces: one must not take long either.
+PIECE = 128 << 10
+RATE_OVER_S = 1.0
 
 Send = Callable[[dict[str, Any], bytes | memoryview], None]
 
@@ -28,6 +37,10 @@ class Request:
         self._held = 0
         self._kept = True
         self._acknowledged = 0
+        self._put = 0
+        self._window = FIRST_WINDOW
+        self._acks: deque[tuple[float, int]] = deque()
+        """When how much had been acknowledged, within the last ``RATE_OVER_S``."""
         self._changed = threading.Condition()
         self._result: dict[str, Any] | None = None
         self._error: DflashctlError | None = None
@@ -69,20 +82,52 @@ class Request:
             return self._result
 
     def feed(self, pieces: Iterable[bytes | memoryview]) -> None:
-        """Send the request's input and its end; at most ``WINDOW`` bytes wait for the far side.
+        """Send the request's input and its end; at most ``WINDOW`` bytes, and no more than the link
+        carries in ``IN_FLIGHT_S``, wait for the far side.
 
         Stops early without an error where the request has already ended: :meth:`result` tells why.
         """
         sent = 0
+        self._acks.append((time.monotonic(), 0))
         for piece in pieces:
             view = memoryview(piece)
-            for start in range(0, len(view), PAYLOAD_LIMIT):
-                part = view[start : start + PAYLOAD_LIMIT]
+            for start in range(0, len(view), PIECE):
+                part = view[start : start + PIECE]
                 if not self._room(sent + len(part)):
                     return
                 self._send({"id": self.number, "more": True}, part)
                 sent += len(part)
         self._send({"id": self.number}, b"")
+
+    def put(self, piece: bytes | memoryview, window: int, *, program: bool = False) -> bool:
+        """Send some of a ``relay``'s input, once fewer than ``window`` bytes wait for the far side.
+
+        What is relayed is paced by its own requests. False: it has ended already.
+
+        :param program: the piece is the agent's program, which need not travel: it is there.
+        """
+        view = memoryview(piece)
+        step = len(view) if program else PAYLOAD_LIMIT
+        for start in range(0, len(view), step):
+            part = view[start : start + step]
+            with self._changed:
+                self._changed.wait_for(lambda: self._put - self._acknowledged < window or self.done)
+                if self.done:
+                    return False
+            if program:
+                self._send({"id": self.number, "more": True, "program": True}, b"")
+            else:
+                self._send({"id": self.number, "more": True}, part)
+            self._put += len(part)
+        return True
+
+    def end(self) -> None:
+        """The end of what was :meth:`put`."""
+        self._send({"id": self.number}, b"")
+
+    def acknowledge(self, total: int) -> None:
+        """Tell a ``relay`` how many bytes of its output were taken."""
+        self._send({"id": self.number, "ack": total}, b"")
 
     def cancel(self) -> None:
         """Ask the agent to end it; the reply still comes."""
@@ -91,8 +136,18 @@ class Request:
 
     def _room(self, total: int) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: total - self._acknowledged <= WINDOW or self.done)
+            self._changed.wait_for(lambda: total - self._acknowledged <= self._window or self.done)
             return not self.done
+
+    def _acknowledge(self, total: int) -> None:
+        now = time.monotonic()
+        self._acknowledged = total
+        self._acks.append((now, total))
+        while len(self._acks) > 2 and now - self._acks[0][0] > RATE_OVER_S:
+            self._acks.popleft()
+        then, before = self._acks[0]
+        rate = (total - before) / max(now - then, 1e-6)
+        self._window = min(max(int(rate * IN_FLIGHT_S), FIRST_WINDOW), WINDOW)
 
     # What follows is for the channel's reading thread.
 
@@ -100,7 +155,7 @@ class Request:
         """A frame that is not the last; waits while the reader of this request is far behind."""
         with self._changed:
             if "ack" in head:
-                self._acknowledged = head["ack"]
+                self._acknowledge(head["ack"])
             elif self._kept:
                 self._changed.wait_for(lambda: self._held < BACKLOG or not self._kept or self.done)
                 if self._kept:

@@ -18,7 +18,8 @@ from orchestrator.inventory import NAME, Inventory
 from orchestrator.state import LaptopState
 from orchestrator.target import RUN_ID, Target, everything, resolve
 
-# Hosts asked at once; each host has at most `connection.CHANNELS` channels of its own.
+# Containers of one host asked at once: one that does not answer keeps so many threads, and none of
+# another host's.
 CONCURRENCY = 64
 ENDED = frozenset({"finished", "failed", "stopped"})
 
@@ -125,13 +126,20 @@ def ask_all(fleet: Fleet, targets: Sequence[Target], **fields: Any) -> Iterable[
 
     A host that does not answer is one late :class:`Asked` with its error; it holds up nobody.
     """
-    pool = ThreadPoolExecutor(max_workers=CONCURRENCY, thread_name_prefix="ask")
-    waiting: list[Future[Asked]] = [pool.submit(_ask, fleet, t, fields) for t in targets]
+    fleet.expect(targets)
+    pools = {
+        host: ThreadPoolExecutor(CONCURRENCY, thread_name_prefix=f"ask {host.name}")
+        for host in dict.fromkeys(target.host for target in targets)
+    }
+    waiting: list[Future[Asked]] = [
+        pools[target.host].submit(_ask, fleet, target, fields) for target in targets
+    ]
     try:
         for done in as_completed(waiting):
             yield done.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _ask(fleet: Fleet, target: Target, fields: dict[str, Any]) -> Asked:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ class LaptopState:
 
     def __init__(self, laptop: LaptopPaths) -> None:
         self.paths = laptop
+        self._lock = threading.Lock()
 
     def remember(self, run_id: str, target: Target) -> None:
         """Before the run starts: a laptop that dies now still knows where to look.
@@ -80,8 +82,11 @@ class LaptopState:
         return str(value) if value else None
 
     def know_agent(self, place: str, digest: str) -> None:
-        known = read_json(self.paths.known_agents) or {}
-        if known.get(place) != digest:
+        # Fifty containers answer at once: none must write over what another has written.
+        with self._lock:
+            known = read_json(self.paths.known_agents) or {}
+            if known.get(place) == digest:
+                return
             # It only saves a question: a full disk or a home folder that is read-only is no reason
             # to give up a connection.
             with contextlib.suppress(OSError):

@@ -11,7 +11,6 @@ from typing import Any
 
 from orchestrator.alarm import Notice, Throughput, Watched
 from orchestrator.channel import AgentChannel
-from orchestrator.connection import CHANNELS
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet
 from orchestrator.run import RunRef, RunSummary
@@ -22,9 +21,6 @@ EVERY_S = 10.0
 BACKOFF_S = (2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
 # Enough for `alarm.RECENT` medians; a line has some 400 bytes.
 SEED_LINES = 400
-# Channels that stay open on one host; beyond that each question opens its own and closes it, so
-# that containers take turns and other verbs find room.
-KEPT = CHANNELS - 2
 
 
 @dataclass
@@ -90,7 +86,8 @@ class Watch:
         self._stall = {"stall_s": stall_s} if stall_s is not None else {}
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._over = threading.Event()
-        self._crowd = Counter(ref.target.host.name for ref in refs)
+        self._crowd = Counter(ref.target.host for ref in refs)
+        fleet.expect([ref.target for ref in refs])
 
     def run(self) -> Iterator[Report]:
         """Each run after each answer, with what that answer gave rise to.
@@ -139,9 +136,9 @@ class Watch:
             self._answers.put(_Answer(index, None))
 
     def _ask_on(self, index: int) -> None:
-        """Until the run is over. Its channel is closed then: others may wait for room."""
+        """Until the run is over. Its channel is closed then, or after each question where there is
+        no room for all: others wait for it."""
         ref = self.reports[index].ref
-        kept = self._crowd[ref.target.host.name] <= KEPT
         run_id = ref.run_id
         channel: AgentChannel | None = None
         misses = 0
@@ -157,7 +154,7 @@ class Watch:
                     seeded = True
                 run_id, misses = summary.run_id, 0
                 self._answers.put(_Answer(index, summary))
-                if summary.is_over or not kept:
+                if summary.is_over or not self._has_room(ref):
                     channel.close()
                     channel = None
                 if summary.is_over:
@@ -170,6 +167,10 @@ class Watch:
                 pause = BACKOFF_S[min(misses, len(BACKOFF_S) - 1)]
                 misses += 1
             self._over.wait(pause)
+
+    def _has_room(self, ref: RunRef) -> bool:
+        host = ref.target.host
+        return self._crowd[host] <= self._fleet.room(host)
 
     def _ask(self, channel: AgentChannel, run_id: str | None) -> RunSummary:
         fields = {"run_id": run_id} if run_id else {}

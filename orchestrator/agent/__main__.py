@@ -38,6 +38,7 @@ OPERATIONS = {
     "lease.release": "lease:release",
     "lease.list": "lease:listing",
     "audit": "host:audit",
+    "relay": "relay:relay",
 }
 """Operation → module and function; a module is imported when first asked for."""
 

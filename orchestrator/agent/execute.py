@@ -9,6 +9,8 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from orchestrator.agent.protocol import AgentError
@@ -21,17 +23,41 @@ LINGER_S = 1.0
 """How long output is waited for after the command's end: a background child may hold the pipe."""
 
 
+Send = Callable[[dict[str, Any], bytes], None]
+
+
 def execute(request: Request) -> dict[str, Any]:
-    command = request.need("command", list)
+    child = open_child(
+        words(request),
+        with_input=request.get("stdin", bool, False) or bool(request.fields.get("more")),
+        cwd=request.get("cwd", str),
+        env={**os.environ, **variables(request.get("env", dict, {}))},
+    )
+    timeout = request.get("timeout_s", (int, float))
+    timed_out = carry(request, child, request.send, partial(_end, child), timeout)
+    return {**ending(child), "timed_out": timed_out}
+
+
+def words(request: Request) -> list[str]:
+    command: list[str] = request.need("command", list)
     if not command or not all(isinstance(word, str) and "\0" not in word for word in command):
         raise AgentError("request.invalid", "the command is empty or no list of words")
-    timeout = request.get("timeout_s", (int, float))
-    with_input = request.get("stdin", bool, False) or bool(request.fields.get("more"))
+    return command
+
+
+def open_child(
+    command: list[str],
+    *,
+    with_input: bool,
+    cwd: str | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """In a session of its own, its outputs piped to us."""
     try:
-        child = subprocess.Popen(
+        return subprocess.Popen(
             command,
-            cwd=request.get("cwd", str),
-            env={**os.environ, **variables(request.get("env", dict, {}))},
+            cwd=cwd,
+            env=env,
             stdin=subprocess.PIPE if with_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -45,26 +71,45 @@ def execute(request: Request) -> dict[str, Any]:
             errno=error.errno,
             path=error.filename,
         ) from error
+
+
+def carry(
+    request: Request,
+    child: subprocess.Popen[bytes],
+    send: Send,
+    end: Callable[[], None],
+    timeout: float | None = None,
+) -> bool:
+    """Its streams to and from the laptop until it has ended; True if that took too long.
+
+    :param end: ends it where the laptop wants no more. Its pipes are closed by then.
+    """
     try:
-        if with_input:
+        if child.stdin is not None:
             threading.Thread(target=_feed, args=(request, child), daemon=True).start()
-        timed_out = _copy(request, child, timeout)
+        return _copy(request, child, send, timeout)
     except Cancelled:
-        _end(child)
+        _close_outputs(child)
+        end()
         raise
     finally:
-        for stream in (child.stdout, child.stderr):
-            if stream is not None:
-                stream.close()
+        _close_outputs(child)
+
+
+def ending(child: subprocess.Popen[bytes]) -> dict[str, int | None]:
     code = child.wait()
-    return {
-        "exit_code": code if code >= 0 else None,
-        "signal": -code if code < 0 else None,
-        "timed_out": timed_out,
-    }
+    return {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
 
 
-def _copy(request: Request, child: subprocess.Popen[bytes], timeout: float | None) -> bool:
+def _close_outputs(child: subprocess.Popen[bytes]) -> None:
+    for stream in (child.stdout, child.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def _copy(
+    request: Request, child: subprocess.Popen[bytes], send: Send, timeout: float | None
+) -> bool:
     """Until the command has ended and its pipes are empty; True if it was too slow for that."""
     assert child.stdout is not None and child.stderr is not None
     names = {child.stdout.fileno(): "stdout", child.stderr.fileno(): "stderr"}
@@ -84,7 +129,7 @@ def _copy(request: Request, child: subprocess.Popen[bytes], timeout: float | Non
             for descriptor in [one for one in ready if one in names]:
                 data = os.read(descriptor, PIECE)
                 if data:
-                    request.send({"stream": names[descriptor]}, data)
+                    send({"stream": names[descriptor]}, data)
                 else:
                     del names[descriptor]
             if deadline is not None and linger is None and time.monotonic() >= deadline:

@@ -48,8 +48,10 @@ runs in its own thread. Two fields order them without waiting on the laptop:
 
 Input: a request with ``"more": true`` is followed by frames ``{"id": n, "more": true}`` + payload
 and a last ``{"id": n}`` (+ payload). The first frame may carry payload too. The agent reports what
-it has consumed, ``{"id": n, "more": true, "ack": total bytes}``; the laptop keeps at most
-``WINDOW`` bytes unacknowledged a request, otherwise ``protocol``.
+it has consumed, ``{"id": n, "more": true, "ack": total bytes}``, at the latest when it is 64 KiB
+more; the laptop keeps at most ``WINDOW`` bytes unacknowledged a request, otherwise ``protocol``.
+``"program": true`` in such a frame, without payload, stands for the bytes of the agent's own
+program and counts as they would.
 
 Reply: any number of ``{"id": n, "more": true, …}`` + payload, then one of ``{"id": n, "ok": true,
 "result": {…}}`` or ``{"id": n, "ok": false, "error": {"kind", "message", "detail"}}``.
@@ -182,6 +184,14 @@ Hosts
 ``lease.release`` {"run_id"} → {"released": [uuids]}
 ``lease.list`` {} → {"leases": [{gpu, run_id, ct, owner, created, stale: bool, why}]}
 ``audit`` {"who", "action", "result", …} → {}
+``relay`` {"command": [argv]} + input → {"pid"} when it has been started, frames {"stream":
+    "stdout"|"stderr"} + payload → {"exit_code", "signal"}. The way into this host's containers: the
+    command is another agent's door (``pct exec N -- python3 -c LOADER``), and its streams are that
+    agent's. Only a few are started at a time (those that have not yet written to stdout), the
+    others wait. The laptop acknowledges what it has taken, ``{"id": n, "ack": total bytes}``; at
+    most ``RELAY_WINDOW`` bytes of both streams go without, so that a relay whose reader is slow
+    stops alone. Cancel ends the command's input, which ends an agent; one that has not spoken is
+    killed. The relayed agents end with this one: their pipes are its own.
 """
 
 from __future__ import annotations
@@ -194,6 +204,10 @@ JSON_LIMIT = 8 << 20
 PAYLOAD_LIMIT = 1 << 20
 WINDOW = 16 << 20
 """Bytes of input that one request may have unacknowledged: 100 ms × 160 MB/s."""
+
+RELAY_WINDOW = 4 << 20
+"""Bytes of a relay's output that the laptop may have unacknowledged: 100 ms × 40 MB/s for each of
+many containers."""
 
 TAIL_PIECE = 256 << 10
 

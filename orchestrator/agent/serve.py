@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from orchestrator.agent.release import Push
 
 REQUESTS = 256
+ACKNOWLEDGE = 64 << 10
+"""Bytes of input between two acknowledgements: one for each small piece would double the frames."""
 Operation = Callable[["Request"], dict[str, Any]]
 
 
@@ -46,7 +48,8 @@ class Request:
         self._pieces: deque[bytes] = deque([payload] if payload else [])
         self._waiting = len(payload)
         self._open = bool(head.get("more"))
-        self._consumed = 0
+        self._consumed = self._told = 0
+        self._sent = self._taken = 0
 
     # Fields
 
@@ -95,7 +98,8 @@ class Request:
             with self._arrival:
                 self._waiting -= len(piece)
             self._consumed += len(piece)
-            if self.fields.get("more"):
+            if self.fields.get("more") and self._consumed - self._told >= ACKNOWLEDGE:
+                self._told = self._consumed
                 self.send({"ack": self._consumed})
 
     def read_input(self, limit: int) -> bytes:
@@ -119,6 +123,20 @@ class Request:
         view = memoryview(payload)
         for start in range(0, len(view), PAYLOAD_LIMIT):
             self.server.write(first, view[start : start + PAYLOAD_LIMIT])
+
+    def send_paced(self, head: dict[str, Any], payload: bytes, window: int) -> None:
+        """The same, once fewer than ``window`` bytes wait for the laptop's acknowledgement."""
+        with self._arrival:
+            while self._sent - self._taken >= window and not self._cancel.is_set():
+                self._arrival.wait()
+        self._sent += len(payload)
+        self.send(head, payload)
+
+    def acknowledge(self, total: int) -> None:
+        """From the reading thread: the laptop has taken so much of what was sent."""
+        with self._arrival:
+            self._taken = max(self._taken, total)
+            self._arrival.notify_all()
 
     # End
 
@@ -231,7 +249,10 @@ class Server:
         elif "op" not in head:
             if known is None:
                 raise AgentError("protocol", f"input for request {number}, which is not known")
-            known.feed(payload, bool(head.get("more")))
+            if "ack" in head:
+                known.acknowledge(int(head["ack"]))
+            else:
+                known.feed(self._content(head, payload), bool(head.get("more")))
         elif known is not None or number < 1:
             raise AgentError("protocol", f"request id {number} is used twice or is not positive")
         elif head["op"] == "ping":
@@ -240,6 +261,15 @@ class Server:
             self.write({"id": number, "ok": True, "result": {"time": time.time()}})
         else:
             self._start(Request(self, head, payload))
+
+    def _content(self, head: dict[str, Any], payload: bytes) -> bytes:
+        if not head.get("program"):
+            return payload
+        try:
+            with open(self.program, "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise from_os_error(error) from error
 
     def _start(self, request: Request) -> None:
         self._requests[request.id] = request

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from orchestrator import inventory as inventories
 from orchestrator import target as targets
+from orchestrator.cli import output
 from orchestrator.errors import UsageError
 from orchestrator.fleet import Fleet
 from orchestrator.inventory import Inventory
@@ -69,5 +70,5 @@ def open_session(inventory: Path | None, *, ask: bool = True) -> Iterator[Sessio
     laptop = LaptopPaths()
     state = LaptopState(laptop)
     known = inventories.load(laptop_path(inventory) if inventory else None, laptop)
-    with Fleet(state, ask=ask) as fleet:
+    with Fleet(state, ask=ask, notice=output.notice) as fleet:
         yield Session(laptop, known, state, fleet)

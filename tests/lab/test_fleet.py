@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from laptop import Cli
 
+from orchestrator import agent_bundle
+from orchestrator import inventory as inventories
+from orchestrator.errors import ConnectionLost
+from orchestrator.fleet import Fleet
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
+from orchestrator.paths import LaptopPaths
+from orchestrator.state import LaptopState
+from orchestrator.target import Target, everything
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
 
@@ -107,3 +115,149 @@ def test_a_saved_log_is_read_without_reaching_anything(cli: Cli, tmp_path: Path)
     cli.inventory.write_text("{}")
     assert "code.error" in cli("diag", "--log", log, code=1).stdout
     assert "no such file" in cli("diag", "--log", tmp_path / "none", code=5).stderr
+
+
+# Many containers of one host, through its own agent
+
+
+@pytest.fixture
+def crowd(cli: Cli, proxied: Proxy) -> list[str]:
+    """Twenty containers by the inventory: two real ones with ten work folders each."""
+    known = yaml.safe_load(cli.inventory.read_text())
+    ones = [known["containers"][name] for name in ("lab-200", "lab-201")]
+    known["containers"] = {
+        f"c{n}": {**ones[n % 2], "workdir": f"/workspace/{n}"} for n in range(20)
+    }
+    cli.inventory.write_text(yaml.safe_dump(known))
+    return list(known["containers"])
+
+
+@pytest.fixture
+def fleet(cli: Cli, crowd: list[str]) -> Iterator[tuple[Fleet, list[Target]]]:
+    laptop = LaptopPaths({"HOME": str(cli.home)})
+    targets = everything(inventories.load(cli.inventory, laptop))
+    with Fleet(LaptopState(laptop)) as made:
+        made.expect(targets)
+        yield made, targets
+
+
+def agents_in(lab: Lab, ct: int) -> int:
+    return lab.pct("exec", ct, "--", "ps", "axww").count(" -I -S -c ")
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.1)
+
+
+def test_twenty_containers_stay_open_on_one_connection(
+    fleet: tuple[Fleet, list[Target]], proxied: Proxy
+) -> None:
+    # sshd would allow ten sessions.
+    made, targets = fleet
+    ways = [made.container(target) for target in targets]
+    for _ in range(2):
+        asked = [way.request("run.list") for way in ways]
+        assert [request.result()["runs"] for request in asked] == [[]] * 20
+    assert proxied.traffic()["connections"] == 1
+    assert made.room(targets[0].host) > 20
+
+
+def test_ps_asks_them_all_with_the_program_sent_once(
+    cli: Cli, crowd: list[str], proxied: Proxy
+) -> None:
+    assert cli.json("ps") == {"runs": [], "unreachable": []}
+    seen = proxied.traffic()
+    assert seen["connections"] == 1
+    assert seen["up"] < 4 * len(agent_bundle.bundle().data)
+
+
+def test_a_frozen_container_holds_up_no_other(cli: Cli, lab: Lab, crowd: list[str]) -> None:
+    lab.freeze(200)
+    try:
+        process = cli.start("inventory", "check")
+        assert process.stdout is not None
+        first = [process.stdout.readline().split() for _ in range(10)]
+        assert {name for name, *_ in first} == {f"c{n}" for n in range(1, 20, 2)}
+        assert process.poll() is None
+    finally:
+        lab.thaw(200)
+    rest, err = process.communicate(timeout=60)
+    assert rest.count("answers") == 10, err
+    assert process.returncode == 0
+
+
+def test_a_stopped_one_is_told_as_such_beside_the_others(cli: Cli, crowd: list[str]) -> None:
+    known = yaml.safe_load(cli.inventory.read_text())
+    known["containers"]["off"] = {"host": "lab", "ct": 202}
+    known["containers"]["none"] = {"host": "lab", "ct": 999}
+    cli.inventory.write_text(yaml.safe_dump(known))
+    said = cli("inventory", "check", code=5).stdout
+    assert said.count("answers") == 20
+    assert "the container is not running" in said and "no such container" in said
+
+
+def test_a_cut_link_ends_what_was_relayed_and_a_new_one_goes_on(
+    fleet: tuple[Fleet, list[Target]], lab: Lab, proxied: Proxy
+) -> None:
+    made, targets = fleet
+    ways = [made.container(target) for target in targets[:6]]
+    waiting = [way.request("exec", command=["sleep", "600"]) for way in ways]
+    for way in ways:
+        way.hello()
+    proxied.cut()
+    for request in waiting:
+        with pytest.raises(ConnectionLost):
+            request.result()
+    for way in ways:
+        made.drop(way)
+    until(lambda: agents_in(lab, 200) + agents_in(lab, 201) == 0)
+    assert made.container(targets[0]).call("ping")
+    assert proxied.traffic()["connections"] == 2
+
+
+def test_a_relayed_pct_that_is_killed_takes_no_other_with_it(
+    fleet: tuple[Fleet, list[Target]], lab: Lab
+) -> None:
+    made, targets = fleet
+    one, other = made.container(targets[0]), made.container(targets[1])
+    waiting = one.request("exec", command=["sleep", "600"])
+    one.hello()
+    other.hello()
+    agent = made.host(targets[0].host).hello()["pid"]
+    children = lab.host(["ps", "--ppid", str(agent), "-o", "pid=,args="])
+    found = [line.split() for line in children.stdout.splitlines()]
+    pid = next(words[0] for words in found if "200" in words)
+    lab.host(["kill", "-9", pid])
+    with pytest.raises(ConnectionLost, match="the agent ended"):
+        waiting.result()
+    made.drop(one)
+    assert other.call("ping") and made.container(targets[0]).call("ping")
+    until(lambda: agents_in(lab, 200) == 1)
+
+
+def test_both_streams_flooded_arrive_whole(fleet: tuple[Fleet, list[Target]]) -> None:
+    made, targets = fleet
+    script = "head -c 10000000 /dev/zero & head -c 10000000 /dev/zero | tr '\\0' x >&2; wait"
+    asked = [
+        made.container(target).request("exec", command=["sh", "-c", script])
+        for target in targets[:2]
+    ]
+    for request in asked:
+        heard = {"stdout": 0, "stderr": 0}
+        for head, payload in request.frames():
+            heard[head["stream"]] += len(payload)
+        assert heard == {"stdout": 10_000_000, "stderr": 10_000_000}
+
+
+def test_without_an_agent_on_the_host_they_take_turns_with_one_notice(
+    cli: Cli, crowd: list[str]
+) -> None:
+    known = yaml.safe_load(cli.inventory.read_text())
+    known["hosts"]["lab"]["python"] = "/no/such/python"
+    cli.inventory.write_text(yaml.safe_dump(known))
+    done = cli("inventory", "check", code=0)
+    assert done.stdout.count("answers") == 20
+    assert done.stderr.count("the agent cannot run on the host itself") == 1
