@@ -176,9 +176,11 @@ class Fleet:
         """
         with self._lock:
             shared = self._shared.setdefault(host, _Shared())
+        connection = self.connection(host)
+        # Before the lock: all who wait for a dead host wait for one time-out.
+        connection.open()
         with shared.lock:
             if shared.channel is None or shared.channel.is_over:
-                connection = self.connection(host)
                 shared.channel = self._adopt(
                     _Owner(host, connection),
                     connection.session(host_agent_argv(host)),
