@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from orchestrator.paths import (  # noqa: E402
+    DEFAULT_WORKDIR,
     ContainerPaths,
     HostPaths,
     LaptopPaths,
@@ -213,14 +214,18 @@ def sections(path: str, name: str, models: dict[str, ast.ClassDef], parts: list[
                 sections(f"{path}.{field}".lstrip("."), part, models, parts)
 
 
+def meaning(annotation: str, text: str, models: dict[str, ast.ClassDef]) -> str:
+    """A field's docstring; of a section the docstring of its model will do."""
+    of_its_own = models.get(annotation.removesuffix(" | None"))
+    return text or (first_paragraph(of_its_own) if of_its_own is not None else "")
+
+
 def fields_table(node: ast.ClassDef, models: dict[str, ast.ClassDef]) -> str:
     rows = []
     for field, annotation, limits, default, text in fields(node):
-        of_its_own = models.get(annotation.removesuffix(" | None"))
-        if not text and of_its_own is not None:
-            text = first_paragraph(of_its_own)
+        text = meaning(annotation, text, models)
         given = f"`{default}`" if default else "required"
-        rows.append((f"`{field}`", f"`{annotation}`", limits, given, text))
+        rows.append((f"`{field}`", f"`{as_type(annotation)}`", limits, given, text))
     return table(("field", "type", "limits", "default", "meaning"), rows)
 
 
@@ -245,13 +250,60 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str, str]]:
         yield statement.target.id, annotation, ", ".join(limits), default, meaning
 
 
+ALIASES = {"Text": "str | None", "Argv": "list[str]", "Program": "str", "AbsolutePath": "str"}
+
+
+def as_type(annotation: str) -> str:
+    """Without validators and names that only the code knows."""
+    shown = re.sub(r"^Annotated\[(.+?), (?:After|Before)Validator\(.+?\)\]", r"\1", annotation)
+    shown = re.sub(r"\bNumber\b", "int", ALIASES.get(shown, shown))
+    return re.sub(r"tuple\[(.+), \.\.\.\]", r"list[\1]", shown)
+
+
 def as_yaml(value: ast.expr) -> str:
     """A default as one would write it in the file."""
     if isinstance(value, ast.Call):
         inside = ", ".join(ast.unparse(argument) for argument in value.args)
         return inside.strip("'") if inside else "its own defaults"
     text = ast.unparse(value)
-    return {"None": "null", "True": "true", "False": "false", "''": '""'}.get(text, text.strip("'"))
+    words = {"None": "null", "True": "true", "False": "false", "''": '""', "()": "[]"}
+    words["DEFAULT_WORKDIR"] = DEFAULT_WORKDIR
+    return words.get(text, text.strip("'"))
+
+
+# -- inventory and playbooks ----------------------------------------------------------------------
+
+
+def inventory() -> str:
+    models = classes_of("orchestrator/inventory.py")
+    parts = [
+        HEADER.format(sources="orchestrator/inventory.py"),
+        "# Every key of an inventory\n\nA YAML file, or a folder of them: "
+        "[your own host](../howto/own-host.md) shows one. Unknown keys are refused with the\n"
+        "nearest right one.\n",
+    ]
+    for title, names in (
+        ("The top", ["Inventory"]),
+        ("A host", ["Host"]),
+        ("A container, and `defaults`", ["Container", "ContainerSettings"]),
+    ):
+        parts.append(f"\n## {title}\n\n")
+        parts += [fields_table(models[name], models) + "\n" for name in names]
+    return "".join(parts).rstrip() + "\n"
+
+
+def playbooks() -> str:
+    models = classes_of("orchestrator/playbook/actions.py")
+    parts = [
+        HEADER.format(sources="orchestrator/playbook/actions.py"),
+        "# Every action of a playbook\n\nHow they are put together: "
+        "[playbooks](../howto/playbooks.md).\n",
+    ]
+    for name, node in models.items():
+        if name != "Action":
+            parts.append(f"\n## {name.lower()}\n\n{first_paragraph(node)}\n\n")
+            parts.append(fields_table(node, models))
+    return "".join(parts)
 
 
 # -- the run's folder -----------------------------------------------------------------------------
@@ -461,6 +513,8 @@ def events() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "verbs.md": verbs,
     "config.md": config,
+    "inventory.md": inventory,
+    "playbooks.md": playbooks,
     "run-folder.md": run_folder,
     "diagnosis.md": diagnosis,
     "events.md": events,

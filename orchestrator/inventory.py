@@ -72,9 +72,11 @@ class Host(_Strict):
     address: Annotated[str, AfterValidator(_no_option)] | None = None
     """A name, alias of the ssh config, or address; default: the host's key in the inventory."""
     port: Number | None = Field(None, ge=1, le=65535)
+    """Of its sshd; default: the ssh config's, else 22."""
     user: Annotated[str, AfterValidator(_no_option)] | None = None
     """Default: the ssh config's, else root (ssh's own default is the laptop's login name)."""
     identity_file: Path | None = None
+    """A private key; default: the ssh config's, and the agent's keys."""
     known_hosts: Path | None = None
     """Read in place of the user's and the system's known_hosts."""
     host_keys: Literal["strict", "accept-new"] | None = None
@@ -83,6 +85,7 @@ class Host(_Strict):
     ssh_config: Path | None = None
     """Read in place of ``~/.ssh/config``, as with ``ssh -F``."""
     pct: Program = "pct"
+    """The program on the host, where it is not on root's PATH."""
     python: Program = "python3"
     """The host's interpreter for what only the host sees (GPU processes, kernel log)."""
 
@@ -97,17 +100,23 @@ class ContainerSettings(_Strict):
     gpus: tuple[int | str, ...] = ()
     """Indices or UUIDs that runs of this container use; empty: every visible one."""
     groups: tuple[str, ...] = ()
+    """Names that stand for several containers at once: ``dflashctl ps GROUP``."""
 
 
 class Container(ContainerSettings):
     host: str
+    """A key of ``hosts``."""
     ct: Number = Field(ge=1, le=999_999_999)
+    """Its number on that host (Proxmox: VMID)."""
 
 
 class Inventory(_Strict):
     hosts: dict[str, Host] = {}
+    """Name → Proxmox host."""
     containers: dict[str, Container] = {}
+    """Name → container. Every verb takes these names."""
     defaults: ContainerSettings = ContainerSettings()
+    """What containers have unless they say otherwise."""
 
     def groups(self) -> dict[str, list[str]]:
         """Group name → names of its containers, in the inventory's order."""

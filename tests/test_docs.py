@@ -3,6 +3,7 @@ command that a page shows exists with the options that it is given."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -66,6 +67,35 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert there.exists(), target
         if anchor:
             assert anchor in anchors(there), target
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "trainer/config.py",
+        "trainer/drafter/config.py",
+        "trainer/objective.py",
+        "orchestrator/inventory.py",
+        "orchestrator/playbook/actions.py",
+    ],
+)
+def test_every_field_that_a_user_may_set_is_documented(path: str) -> None:
+    classes = generator().classes_of(path)
+    everywhere = {**classes, **generator().classes_of("trainer/objective.py")}
+    models = {n: c for n, c in classes.items() if is_model(c, classes)}
+    assert models
+    silent = [
+        f"{name}.{field}"
+        for name, node in models.items()
+        for field, kind, _, _, text in generator().fields(node)
+        if not generator().meaning(kind, text, everywhere)
+    ]
+    assert silent == []
+
+
+def is_model(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
+    bases = {ast.unparse(base) for base in node.bases}
+    return "BaseModel" in bases or any(is_model(classes[b], classes) for b in bases & set(classes))
 
 
 def test_the_index_names_every_page() -> None:

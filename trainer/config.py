@@ -43,6 +43,7 @@ class DrafterOptions(_Section):
     """The drafter's shape. What is left out follows from the target (``drafter/config.py``)."""
 
     num_layers: int = Field(5, ge=1)
+    """Transformer layers of the drafter; published drafters have five."""
     block_size: int = Field(16, ge=2)
     """Slots of a block: the anchor and ``block_size - 1`` predictions."""
     mask_token_id: int | None = None
@@ -50,12 +51,21 @@ class DrafterOptions(_Section):
     target_layer_ids: list[int] | None = None
     """Tapped layers, 0-based; null spaces them as published."""
     intermediate_size: int | None = Field(None, ge=1)
+    """Width of the MLPs; null takes the target's."""
     num_heads: int | None = Field(None, ge=1)
+    """Query heads; null takes the target's."""
     num_kv_heads: int | None = Field(None, ge=1)
+    """Key and value heads, a divisor of ``num_heads``; null takes the target's."""
     head_dim: int | None = Field(None, ge=2)
+    """Width of one head, an even number; null takes the target's."""
     layer_types: list[LayerType] | None = None
+    """``full_attention`` or ``sliding_attention`` for each layer; null makes all of them full, as
+    published."""
     sliding_window: int | None = Field(None, ge=1)
+    """Tokens that a sliding layer sees, itself included. Needed as soon as ``layer_types`` has
+    one."""
     initializer_range: float | None = Field(None, gt=0)
+    """Standard deviation of the matrices at the start; null is 0.02, as Qwen3 and Llama begin."""
     start: Literal["random", "target"] = "random"
     """``target``: layers begin as copies of the target's last ones (``trainer/warm_start.py``)."""
     dflash2: Dflash2Config | None = None
@@ -74,6 +84,7 @@ class FilePrompts(_Section):
     """Conversations from a file; the target writes (or rewrites) the last assistant turn."""
 
     kind: Literal["file"]
+    """``file``: prompts from a file."""
     path: str
     """JSONL with ``messages`` (or ``prompt``) a line, ``.jsonl`` or ``.jsonl.gz``, or parquet.
     ``package:NAME/FILE`` is a file inside an installed Python package, such as
@@ -81,18 +92,25 @@ class FilePrompts(_Section):
     template: str = "{prompt}"
     """How a bare ``prompt`` becomes the user's message."""
     limit: int | None = Field(None, ge=1)
+    """Prompts taken, from the top of the file; null takes all."""
 
 
 class SelfPrompts(_Section):
     """Prompts that the target writes itself, continuing its own chat template's opening."""
 
     kind: Literal["self"]
+    """``self``: prompts of the target's own."""
     count: int = Field(ge=1)
+    """Prompts to make."""
     opening: str = ""
     """First words of every user message; empty lets the target begin freely."""
     max_new_tokens: int = Field(64, ge=4)
+    """Tokens after which a prompt that has not ended by itself is cut."""
     temperature: float = Field(1.0, gt=0)
+    """1.0 is the target's own distribution: lower ones repeat the same few prompts."""
     top_p: float = Field(0.95, gt=0, le=1)
+    """Share of the distribution that is sampled from: 0.95 leaves out the tail, whose words derail
+    a prompt."""
     seconds: float | None = Field(None, gt=0)
     """Stop making prompts after so long and answer those that are there; null makes all."""
 
@@ -104,11 +122,14 @@ class ResponseConfig(_Section):
     """How the target answers the prompts."""
 
     max_new_tokens: int = Field(256, ge=2)
+    """Tokens after which an answer that has not ended by itself is cut."""
     batch: int = Field(32, ge=1)
     """Conversations decoded at once."""
     temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Share of the distribution that is sampled from; 1.0 is all of it. Greedy answers ignore
+    it."""
     seconds: float | None = Field(None, gt=0)
     """Stop making data after so long and train on what there is; null makes all of it."""
     fixed_slots: bool = False
@@ -120,6 +141,7 @@ class MakeConfig(_Section):
     """Data made by the target before training: prompts, then responses."""
 
     prompts: list[PromptSource] = Field(min_length=1)
+    """Where prompts come from, one source or several: ``kind: file`` or ``kind: self``."""
     response: ResponseConfig = ResponseConfig()
 
 
@@ -129,6 +151,7 @@ class DataConfig(_Section):
     files: list[str] = []
     """Chat JSONL or parquet with ``messages``, used as they are; relative to the config file."""
     make: MakeConfig | None = None
+    """Data that the target makes; null trains on ``files`` alone."""
     folder: Path | None = None
     """Where prepared data lives; null is ``data`` in the run's folder. A complete one is reused."""
     sequence_length: int = Field(3072, ge=16)
@@ -155,6 +178,7 @@ class OptimizationConfig(_Section):
     """Public recipe: AdamW 6e-4, cosine, 4 % warm-up, clip 1.0, fp32 masters."""
 
     steps: int | None = Field(None, ge=1)
+    """Optimizer steps. Exactly one of ``steps`` and ``epochs`` is given."""
     epochs: float | None = Field(None, gt=0)
     """Exactly one of the two."""
     rows: int = Field(1, ge=1)
@@ -166,16 +190,23 @@ class OptimizationConfig(_Section):
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's."""
     learning_rate: float = Field(6e-4, gt=0)
+    """At its highest, after the warm-up. 6e-4 is published, for drafters of 4B targets and above;
+    the demo's one layer takes more."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """``wsd``: flat after the warm-up, then linear to zero over ``decay`` of the steps."""
     warmup: float = Field(0.04, ge=0, lt=1)
     """Share of the steps."""
     decay: float = Field(0.2, gt=0, le=1)
+    """Share of the steps in which ``wsd`` falls to zero; a cosine ignores it."""
     final: float = Field(0.0, ge=0, le=1)
     """What remains of the learning rate at the end of a cosine."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's memory of the gradient, its usual value."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's memory of the squared gradient. 0.95, as language models are trained: it forgets a
+    loss spike in 20 steps, 0.999 in 1,000."""
     epsilon: float = Field(1e-8, gt=0)
+    """AdamW's guard against division by zero, its usual value."""
     weight_decay: float = Field(0.0, ge=0)
     """On matrices only; norm weights are never decayed."""
     clip: float = Field(1.0, gt=0)
@@ -207,6 +238,8 @@ class CheckpointConfig(_Section):
     every: int = Field(500, ge=1)
     """Steps between checkpoints; the last step always makes one."""
     keep_last: int = Field(2, ge=1)
+    """Newest checkpoints kept. Two: should the newest be on a disk that failed under it, one is
+    left."""
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints whose step is a multiple of this are never deleted."""
     validate_batches: int = Field(4, ge=0)
@@ -257,7 +290,10 @@ class EvaluationConfig(_Section):
     count: int = Field(20, ge=1)
     """Prompts."""
     max_new_tokens: int = Field(128, ge=2)
+    """Tokens decoded for each prompt."""
     temperature: float = Field(0.0, ge=0)
+    """0 is greedy, whose texts must be identical with and without the drafter; above it rejection
+    sampling keeps the target's distribution."""
     compare_untrained: bool = False
     """Also measure the drafter as it was before training, on the same prompts."""
 
@@ -275,6 +311,7 @@ class TrainConfig(_Section):
     evaluation: EvaluationConfig | None = None
     """Null evaluates nothing; ``python -m trainer evaluate`` can do so later."""
     seed: int = Field(0, ge=0, lt=2**31)
+    """Of anchors, order, initialization and sampling."""
     log_every: int = Field(10, ge=1)
     """Steps between lines."""
     folder: Path = Path("run")

@@ -40,10 +40,14 @@ class ObjectiveConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["decay", "dpace"] = "decay"
+    """How slots are weighed: ``decay`` by their distance from the anchor (published), ``dpace`` by
+    how likely the drafter gets that far."""
     gamma: float | None = Field(None, gt=0)
     """Decay length in slots; null takes the published one for the block size (7 / 5 / 4 for
     16 / 10 / 8, and 7/16 of any other)."""
     dpace_alpha: float = Field(0.5, ge=0, le=1)
+    """Floor of the probability in D-PACE's weights, so that a slot after a hard one still counts;
+    0.5 as published."""
     labels: Literal["data", "target"] = "data"
     """``data``: the sample's own tokens. ``target``: the target's argmax at the position before."""
     selector_weight: float = Field(1.0, ge=0)

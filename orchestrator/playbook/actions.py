@@ -58,7 +58,9 @@ class Exec(Action):
     cwd: Text = None
     """Null: the release that was pushed, else the workdir."""
     env: dict[str, str] = {}
+    """Variables for the command."""
     timeout_s: float | None = Field(None, gt=0)
+    """Seconds after which it is ended and the step fails; null waits for ever."""
     ok: list[int] = [0]
     """Exit codes that are good."""
 
@@ -67,9 +69,13 @@ class Warmup(Action):
     """Run a command that fills the compile caches before the run starts."""
 
     command: Argv
+    """As in ``exec``."""
     cwd: Text = None
+    """As in ``exec``."""
     env: dict[str, str] = {}
+    """As in ``exec``."""
     timeout_s: float = Field(3600, gt=0)
+    """Seconds. An hour: the compile of a large drafter takes minutes, its data longer."""
 
 
 class Launch(Action):
@@ -77,18 +83,23 @@ class Launch(Action):
     run, a node each."""
 
     command: Annotated[list[str] | None, BeforeValidator(lambda v: v or None)] = None
+    """argv to start in place of the trainer or the start script."""
     config: Text = None
     """A trainer config on this machine."""
     code: Text = None
+    """Folder on this machine; null is what ``push`` took, else where the command stands."""
     push: bool = True
     """False starts what is already there."""
     name: Text = None
+    """The run's name; null is ``run``."""
     env: dict[str, str] = {}
+    """Variables for the run."""
     env_file: Text = None
     """Variables that are kept secret."""
     log: Text = None
     """A link to the log at this path in the container."""
     force: bool = False
+    """Start although another run lives there."""
     restarts: int = Field(0, ge=0)
     """Attempts after the first when the command fails, each from the newest checkpoint."""
     ranks: int | None = Field(None, ge=1)
@@ -96,6 +107,7 @@ class Launch(Action):
     resume: bool = False
     """Go on from the newest complete checkpoint of ``run`` (null: the newest run)."""
     run: Text = None
+    """The run that ``resume`` goes on from."""
 
 
 class Wait(Action):
@@ -105,7 +117,9 @@ class Wait(Action):
     """``training``: past compiling, or already ended well. ``ended``: finished; a run that failed
     or was stopped fails the step."""
     timeout_s: float | None = Field(None, gt=0)
+    """Seconds after which the step fails; the run goes on. Null waits for ever."""
     run: Text = None
+    """A run id; null is the run of this play, else the newest."""
 
 
 class Diag(Action):
@@ -114,7 +128,9 @@ class Diag(Action):
     bundle: Text = None
     """A file on this machine for all that was seen, secrets redacted; `diag --from` reads it."""
     fail_on: Literal["fatal", "warning", "never"] = "fatal"
+    """The least finding that fails the step."""
     run: Text = None
+    """As in ``wait``."""
 
 
 class Pull(Action):
@@ -125,6 +141,7 @@ class Pull(Action):
     to: str = "."
     """Folder on this machine."""
     run: Text = None
+    """As in ``wait``."""
 
 
 ACTIONS: dict[str, type[Action]] = {

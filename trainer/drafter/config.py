@@ -50,23 +50,31 @@ class DrafterConfig(BaseModel):
     hidden_size: int = Field(gt=0)
     """Equal to the target's: the embedding and the output head are the target's own."""
     intermediate_size: int = Field(gt=0)
+    """Width of the gated MLPs."""
     num_layers: int = Field(gt=0)
     """Draft layers."""
     num_heads: int = Field(gt=0)
+    """Query heads."""
     num_kv_heads: int = Field(gt=0)
+    """Key and value heads; each serves ``num_heads / num_kv_heads`` query heads."""
     head_dim: int = Field(gt=0)
+    """Width of one head, even: RoPE rotates pairs."""
     vocab_size: int = Field(gt=0)
     """Rows of the target's embedding."""
     rope_theta: float = Field(gt=0)
     """RoPE base, neox style over the full head; the same in training and in every export."""
     rms_norm_eps: float = Field(gt=0)
+    """Added to the mean square in every norm."""
     max_position_embeddings: int = Field(gt=0)
+    """Longest context, in tokens, as the target states it."""
     block_size: int = Field(16, ge=2)
     """Slots of a block: the anchor and ``block_size - 1`` predictions."""
     mask_token_id: int = Field(ge=0)
+    """The token that stands in the slots to predict."""
     target_layer_ids: tuple[int, ...]
     """0-based ids of the target layers whose outputs are the features, in concatenation order."""
     num_target_layers: int = Field(gt=0)
+    """Layers of the target; every tapped id is below it."""
     target_hidden_size: int = Field(gt=0)
     """Width of one tapped output."""
     layer_types: tuple[LayerType, ...]
@@ -82,6 +90,7 @@ class DrafterConfig(BaseModel):
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of the matrices at the start."""
     dflash2: Dflash2Config | None = None
+    """DFlash2's parts; null is plain DFlash."""
 
     @model_validator(mode="after")
     def _fits_itself(self) -> DrafterConfig:
