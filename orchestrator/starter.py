@@ -72,7 +72,12 @@ def script_text(choices: Choices) -> str:
 
 def config_text(choices: Choices) -> str:
     """The trainer's config."""
-    return _CONFIG.substitute(model=_flow(choices.model), name=choices.name, config=CONFIG)
+    return _CONFIG.substitute(
+        model=_flow(choices.model),
+        name=choices.name,
+        config=CONFIG,
+        data=_flow(f"{choices.workdir.rstrip('/')}/data/{choices.name}"),
+    )
 
 
 def check_inventory(text: str, folder: Path) -> None:
@@ -171,6 +176,9 @@ data:
     prompts:
       - {kind: self, count: 20000}        # prompts that the target thinks of itself
     response: {max_new_tokens: 512}
+  # In the container, outside of any run: a resumed or a second run takes what the first one made.
+  # Give other prompts or answers another folder: data that another config made is refused.
+  folder: $data
   sequence_length: 3072
 
 optimization:

@@ -51,6 +51,15 @@ def test_the_config_fits_the_trainers_schema(tmp_path: Path) -> None:
     assert config.pipeline.executor == "inline"
 
 
+@pytest.mark.parametrize("workdir", ["/workspace", "/", "/mnt/a b: #c/"])
+def test_its_data_lies_outside_of_any_run_so_that_a_resumed_one_finds_it(
+    tmp_path: Path, workdir: str
+) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(config_text(Choices("h", 200, name="night", workdir=workdir)))
+    assert load_config(path).data.folder == Path(workdir) / "data" / "night"
+
+
 def test_the_script_is_bash_and_says_what_to_do_where_the_trainer_is_missing(
     tmp_path: Path,
 ) -> None:
