@@ -41,7 +41,7 @@ _KINDS: dict[str, tuple[type[DflashctlError], str]] = {
     "release.in_use": (RefusedError, "stop the run that uses it first"),
     "release.corrupt": (TransferError, "push again; what was there before is untouched"),
     "release.missing": (TransferError, "push again; what was there before is untouched"),
-    "release.manifest": (TransferError, "rename or leave out that file (.dflashignore)"),
+    "release.manifest": (RefusedError, "rename or leave out that file (.dflashignore)"),
     "pull.changed": (TransferError, "pull again: the file was being written"),
     "disk.full": (TransferError, "free some space there; `dflashctl doctor` shows the mounts"),
     "disk.readonly": (

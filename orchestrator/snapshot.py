@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import UsageError
+from orchestrator.agent.manifest import PATH_BYTES
+from orchestrator.errors import RefusedError, UsageError
 from orchestrator.laptop_path import laptop_path
 
 if TYPE_CHECKING:
@@ -78,12 +79,17 @@ def collect(root: Root) -> list[Found]:
     """Every file, link and empty folder that belongs to the code, sorted by the bytes of its path.
 
     :raises UsageError: a file that cannot be read, or an ignore file that does not parse.
+    :raises RefusedError: a path longer than a container takes.
     """
     names = _git_paths(root.path) if root.git else _walked_paths(root.path)
     spec = _spec(root.path / IGNORE_FILE)
     if spec is not None:
         names = (name for name in names if not spec.match_file(name))
-    found = [entry for name in names if (entry := _found(root.path, name.rstrip("/"))) is not None]
+    found = [
+        entry
+        for name in names
+        if (entry := _found(root.path, _short(name.rstrip("/")))) is not None
+    ]
     return sorted(found, key=lambda entry: os.fsencode(entry.path))
 
 
@@ -101,6 +107,18 @@ def git_state(root: Root) -> GitState | None:
     return GitState(commit, branch or None, dirty, diff)
 
 
+def _short(name: str, what: str | None = None) -> str:
+    """:raises RefusedError: the release's own folder and this path are too long together."""
+    size = len(os.fsencode(name))
+    if size <= PATH_BYTES:
+        return name
+    shown = name if len(name) <= 200 else f"{name[:100]}…{name[-100:]}"
+    raise RefusedError(
+        f"{what or shown} is too long to push: {size} bytes, and {PATH_BYTES} is the most",
+        next_step=f"shorten it, or leave it out: write it into {IGNORE_FILE}",
+    )
+
+
 def _found(root: Path, name: str) -> Found | None:
     source = root / name
     try:
@@ -110,6 +128,8 @@ def _found(root: Path, name: str) -> Found | None:
         return None
     except OSError as error:
         raise UsageError(f"{source} cannot be read: {error.strerror}") from None
+    if stat.S_ISLNK(info.st_mode):
+        _short(os.fsdecode(source.readlink()), f"the target of {name}")
     for kind, test in (("f", stat.S_ISREG), ("l", stat.S_ISLNK), ("d", stat.S_ISDIR)):
         if test(info.st_mode):
             return Found(kind, name, source, info)
@@ -207,6 +227,7 @@ def _walk(root: Path, prefix: str, rules: Rules) -> Iterator[str]:
     try:
         children = sorted(os.scandir(folder), key=lambda child: child.name)
     except OSError as error:
+        _short(prefix)
         raise UsageError(f"{folder} cannot be read: {error.strerror}") from None
     if prefix and not children:
         yield prefix

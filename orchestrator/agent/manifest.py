@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from orchestrator.agent.protocol import AgentError
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
-_PATH_BYTES = 3000
+PATH_BYTES = 3000
 """PATH_MAX is 4096, and the release's own folder comes before."""
 _NAME_BYTES = 255
 _SIZE_LIMIT = 1 << 50
@@ -92,7 +92,7 @@ def _entry(line: bytes, number: int) -> Entry:
                 raise _refused(number, path, "has no sha256 or no size")
             return Entry("f", path, digest, int(size), bool(executable))
         case ["l", str(path), str(target)]:
-            if not target or "\0" in target or len(_bytes(target, number)) > _PATH_BYTES:
+            if not target or "\0" in target or len(_bytes(target, number)) > PATH_BYTES:
                 raise _refused(number, path, "has an impossible link target")
             return Entry("l", path, target=target)
         case ["d", str(path)]:
@@ -103,7 +103,7 @@ def _entry(line: bytes, number: int) -> Entry:
 def _checked_path(path: str, number: int) -> bytes:
     key = _bytes(path, number)
     parts = key.split(b"/")
-    if b"\0" in key or len(key) > _PATH_BYTES:
+    if b"\0" in key or len(key) > PATH_BYTES:
         raise _refused(number, path, "is no path")
     if any(part in (b"", b".", b"..") or len(part) > _NAME_BYTES for part in parts):
         raise _refused(number, path, "is not a plain path below the release")

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator import release as releases
 from orchestrator import snapshot
-from orchestrator.errors import TransferError, UsageError
+from orchestrator.errors import RefusedError, TransferError, UsageError
 from orchestrator.paths import LaptopPaths
 from orchestrator.release import Entry, Release
 from orchestrator.snapshot import Root
@@ -79,6 +79,27 @@ def test_dflashignore_leaves_out_what_git_keeps(tree: Path, laptop: LaptopPaths)
     for name in ("data/x", "w.bin", "a.py"):
         (tree / name).write_text("x")
     assert set(listed(build(tree, laptop))) == {".dflashignore", "a.py"}
+
+
+def test_a_path_too_long_for_a_container_is_refused_by_its_name(
+    tree: Path, laptop: LaptopPaths
+) -> None:
+    deep = tree / "first" / "/".join(["d" * 200] * 15)
+    deep.mkdir(parents=True)
+    (deep / "last.py").write_text("x")
+    with pytest.raises(
+        RefusedError, match=r"first/.*/last\.py is too long to push: 3028 bytes"
+    ) as e:
+        build(tree, laptop)
+    assert e.value.exit_code == 4 and ".dflashignore" in e.value.next_step
+    (tree / ".dflashignore").write_text("/first/\n")
+    assert set(listed(build(tree, laptop))) == {".dflashignore"}
+
+
+def test_so_is_a_link_to_one(tree: Path, laptop: LaptopPaths) -> None:
+    (tree / "link").symlink_to("x" * 3001)
+    with pytest.raises(RefusedError, match="the target of link is too long to push: 3001 bytes"):
+        build(tree, laptop)
 
 
 def test_odd_names_links_modes_and_empty_folders_survive(tree: Path, laptop: LaptopPaths) -> None:
