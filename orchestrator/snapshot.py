@@ -177,7 +177,7 @@ def _git_paths(root: Path) -> Iterator[str]:
     # A conflicted file is listed once for each of its stages.
     for name in dict.fromkeys(_names(listing)):
         inner = root / name
-        if inner.is_dir() and not inner.is_symlink():
+        if not inner.is_symlink() and inner.is_dir():
             # A submodule or a clone inside: it has a list of its own.
             prefix = name.rstrip("/")
             inner_paths = _git_paths(inner) if (inner / ".git").exists() else iter(())
