@@ -174,6 +174,7 @@ def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
     best = run.store.folder / "best"
     path = best.resolve() if best.is_symlink() else run.store.newest()
     assert path is not None, "the loop always ends with a checkpoint"
+    run.writer.event("evaluating", checkpoint=str(path))
     weights = read_tensors(path / "master.safetensors")
     device = default_device()
     model = run.targets.model(device)

@@ -29,7 +29,9 @@ EventKind = Literal[
     "compiling",  # warm-up of one shape begins; detail: name
     "compiled",  # warm-up of one shape ended; detail: name, seconds
     "training",  # the first step begins
+    "validating",  # no step line comes until `checkpoint`; detail: step
     "checkpoint",  # one was renamed into place; detail: path, step
+    "evaluating",  # decoding of prompts begins, after the last step; detail: checkpoint
     "evaluated",  # detail: prompts, tokens, tau
     "recompile",  # after warm-up; detail: name, reason
     "eager_fallback",  # a compiled function ran eagerly; detail: name
@@ -42,6 +44,10 @@ EventKind = Literal[
     "finished",  # detail: step
     "failed",  # the first cause; detail: stage, error, traceback
 ]
+
+
+QUIET_EVENTS = frozenset({"validating", "evaluating"})
+"""Phases in which no line for many minutes is nothing to worry about."""
 
 
 class _Line(BaseModel):

@@ -103,6 +103,8 @@ def _checkpoint(
     state = executor.state()
     if not state:
         return best
+    if validator.count:
+        run.writer.event("validating", step=step)
     measured = validator.measure(state["master"])
     tau = report.take_tau() if measured is None else measured.mean_tau
     improved = best is None or tau > best

@@ -36,7 +36,12 @@ STALL_STEPS = 20
 """``stalled`` after this many of the run's own median step times without any line."""
 STALL_COMPILING_S = 1800.0
 """Compiling says nothing for minutes on a large model."""
+STALL_QUIET_S = 1800.0
+STALL_QUIET_TIMES = 3
+"""A validation may be silent for so long, or for so many times what this run's longest took."""
 
+# Of trainer/telemetry.py, whose pydantic the agent has not.
+_QUIET = frozenset({"validating", "evaluating"})
 _COMPILING = {"started", "plan", "compiling", "compiled", "resumed"}
 _STEP_FIELDS = ("step", "steps", "loss", "tau", "tokens_per_s", "eta_s", "epoch")
 _COUNTS = ("step", "steps")
@@ -132,7 +137,8 @@ class Folder:
         self.beat = heartbeat(paths)
         self.steps = _records(paths.metrics)
         self.step = self.steps[-1] if self.steps else {}
-        self.event = (_records(paths.events) or [{}])[-1]
+        self.events = _records(paths.events)
+        self.event = self.events[-1] if self.events else {}
         self.now = time.time()
         self.rebooted = self.record.get("boot_id") not in (None, boot_id())
         self.alive = self.supervisor is not None and self.ending is None and _lives(self.supervisor)
@@ -166,6 +172,21 @@ class Folder:
             return "training"
         return "training" if _size(self.paths.log) else "starting"
 
+    def patience(self, state: str) -> float:
+        """Seconds of silence that this phase explains."""
+        if state == "compiling":
+            return STALL_COMPILING_S
+        gaps = _gaps(self.steps)
+        usual = max(STALL_AT_LEAST_S, STALL_STEPS * gaps[len(gaps) // 2] if gaps else 0.0)
+        if self.event.get("event") in _QUIET and _time(self.event) >= _time(self.step):
+            before = [
+                _time(end) - _time(start)
+                for start, end in itertools.pairwise(self.events)
+                if start.get("event") == self.event["event"]
+            ]
+            return max(usual, STALL_QUIET_S, STALL_QUIET_TIMES * max(before, default=0.0))
+        return usual
+
     def idle(self) -> float | None:
         """Seconds since the last line of any kind, by the clock that stamps the files.
 
@@ -189,7 +210,7 @@ def summary(paths: RunPaths, *, lines: int, stall_s: float | None = None) -> dic
     supervisor, ending = run.supervisor or {}, run.ending or {}
     state, reason = run.state()
     idle = run.idle()
-    patience = stall_s if stall_s is not None else _patience(state, run.steps)
+    patience = stall_s if stall_s is not None else run.patience(state)
     if run.alive and state in ("compiling", "training") and idle is not None and idle > patience:
         state = "stalled"
     return {
@@ -239,14 +260,10 @@ def _lives(supervisor: dict[str, Any]) -> bool:
     return same_boot and process.alive(supervisor["pid"], supervisor["start"])
 
 
-def _patience(state: str, steps: list[dict[str, Any]]) -> float:
-    if state == "compiling":
-        return STALL_COMPILING_S
+def _gaps(steps: list[dict[str, Any]]) -> list[float]:
+    """Seconds from line to line, sorted."""
     times = [line["time"] for line in steps if isinstance(line.get("time"), (int, float))]
-    gaps = sorted(after - before for before, after in itertools.pairwise(times))
-    if not gaps:
-        return STALL_AT_LEAST_S
-    return max(STALL_AT_LEAST_S, STALL_STEPS * gaps[len(gaps) // 2])
+    return sorted(after - before for before, after in itertools.pairwise(times))
 
 
 def _records(path: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from orchestrator.diag.flight import first_mismatch, read_dumps
 from orchestrator.diag.probes import Probe
 from orchestrator.diag.stacks import odd_one_out
 from orchestrator.diag.text import DEFAULT_YEAR, Line
+from trainer.telemetry import QUIET_EVENTS
 
 LONG_WORK = re.compile(
     r"(?i)\b(?:valid(?:at\w+)?|eval(?:uat\w+)?|generat(?:e|ing|ion)|benchmark|compil\w+|"
@@ -131,6 +132,7 @@ def _long_work(e: Evidence, silence: float) -> bool:
         if LONG_WORK.search(li.text)
         and not re.search(r"(?i)done|finished|complete|\btook\b|saved", li.text)
     ]
+    announced = [*announced, *_phase(e)]
     if not announced:
         return False
     blocked = e.probes.has(
@@ -147,6 +149,16 @@ def _long_work(e: Evidence, silence: float) -> bool:
         return False
     bound = max(3600.0 if busy and min(u for u, _ in busy) > 20 else 1200.0, 2 * expected)
     return silence < bound
+
+
+def _phase(e: Evidence) -> list[Line]:
+    """The trainer's last event, if it began a phase without step lines."""
+    for probe in e.probes.named(r"^events$"):
+        last = next((li for li in reversed(probe.lines) if li.text.strip()), None)
+        said = re.search(r'"event": ?"(\w+)"', last.text) if last is not None else None
+        if last is not None and said is not None and said[1] in {*QUIET_EVENTS, "compiling"}:
+            return [last]
+    return []
 
 
 def _utilisation(e: Evidence) -> list[tuple[float, Line]]:

@@ -45,6 +45,8 @@ def collapse(e: Evidence) -> Iterator[Finding]:
     now = median(values[-min(5, max(3, len(values) // 4)) :])
     best, best_at = _best(rates)
     unit = "tok/s" if rates[-1][0].tokens_per_s is not None else "steps/s"
+    what, changed = _changes(e)
+    stage = _stage_at_fault(e)
     if now < 0.5 * best and len(values) >= 6:
         drop = next(
             (
@@ -57,8 +59,8 @@ def collapse(e: Evidence) -> Iterator[Finding]:
         yield e.found(
             "throughput.collapse",
             f"the rate fell to {_round(now)} {unit}, {now / best:.0%} of this run's best "
-            f"{_round(best)}",
-            [best_at.line, drop.line, rates[-1][0].line],
+            f"{_round(best)}{stage}",
+            [best_at.line, drop.line, rates[-1][0].line, *changed],
             _ADVICE,
             severity="warning",
             confidence=0.88,
@@ -69,8 +71,9 @@ def collapse(e: Evidence) -> Iterator[Finding]:
     if other is not None and now < 0.62 * other[0]:
         yield e.found(
             "throughput.collapse",
-            f"{_round(now)} {unit}, {now / other[0]:.0%} of {other[2]}'s {_round(other[0])}",
-            [other[1], rates[0][0].line, rates[-1][0].line],
+            f"{_round(now)} {unit}, {now / other[0]:.0%} of {other[2]}'s {_round(other[0])}"
+            + (what or stage),
+            [other[1], rates[0][0].line, rates[-1][0].line, *changed],
             _ADVICE,
             severity="warning",
             confidence=0.85,
@@ -78,8 +81,28 @@ def collapse(e: Evidence) -> Iterator[Finding]:
         )
 
 
+def _changes(e: Evidence) -> tuple[str, list[Line]]:
+    """What differs from the run before: in a few words, and the lines."""
+    for probe in e.probes.named(r"^changes$"):
+        since, lines = probe.lines[0].text.rstrip(":"), list(probe.lines[1:])
+        kinds = dict.fromkeys(li.text.partition(":")[0] for li in lines if ": " in li.text)
+        if kinds:
+            return f"; {since} changed: {', '.join(kinds)}", lines[:4]
+        return f"; {since} nothing that is recorded changed: clocks, neighbours, disks?", lines[:1]
+    return "", []
+
+
+def _stage_at_fault(e: Evidence) -> str:
+    """Who is waited for, by the idle shares of the last lines."""
+    verdict, _ = _waits(e)
+    return {
+        "starved": "; the target is what is slow: drafters wait for it",
+        "backpressure": "; the drafters are what is slow: the target waits for them",
+    }.get(verdict, "")
+
+
 _ADVICE = (
-    "what changed? dflashctl env diff RUN RUN; dflashctl status RUN (release, GPUs) of both\n"
+    "what changed since a good run: dflashctl env diff GOOD THIS; dflashctl status GOOD THIS\n"
     "nvidia-smi -q -d PERFORMANCE,CLOCK   # clocks held down?  nvidia-smi pmon -c 1   # "
     "neighbours?\n"
     "TORCH_LOGS=recompiles   # compiling all the time?  py-spy top --pid PID   # where it is"

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.agent import process
+from orchestrator.agent import process, status
 from orchestrator.agent.program import boot_id
-from orchestrator.agent.status import STALL_AT_LEAST_S, summary
+from orchestrator.agent.status import STALL_AT_LEAST_S, STALL_QUIET_S, summary
 from orchestrator.paths import RunPaths
+from trainer.telemetry import QUIET_EVENTS
 
 NOW = time.time()
 ME = {"pid": os.getpid(), "start": process.table()[os.getpid()].start, "boot_id": boot_id()}
@@ -116,6 +117,52 @@ def test_compiling_may_be_silent_for_long(folder: Folder) -> None:
     folder.lines("events.jsonl", {"event": "compiling"})
     folder.age(STALL_AT_LEAST_S + 600)
     assert folder.state() == "compiling"
+
+
+@pytest.mark.parametrize("phase", sorted(QUIET_EVENTS))
+def test_a_validation_may_be_silent_for_long_but_not_for_ever(folder: Folder, phase: str) -> None:
+    folder.alive()
+    steps = [{"step": number, "time": NOW - 9000 + number} for number in range(10)]
+    folder.lines("metrics.jsonl", *steps)
+    folder.lines("events.jsonl", {"event": "training"}, {"event": phase, "time": NOW - 8000})
+    folder.age(STALL_QUIET_S - 60)
+    assert folder.state() == "training"
+    folder.age(STALL_QUIET_S + 60)
+    assert folder.state() == "stalled"
+
+
+def test_a_validation_that_took_an_hour_before_may_do_so_again(folder: Folder) -> None:
+    folder.alive()
+    folder.lines("metrics.jsonl", {"step": 1, "time": NOW - 9000})
+    folder.lines(
+        "events.jsonl",
+        {"event": "validating", "time": NOW - 9000},
+        {"event": "checkpoint", "time": NOW - 5400},
+        {"event": "validating", "time": NOW - 4000},
+    )
+    folder.age(3700)
+    assert folder.state() == "training"
+
+
+def test_after_the_validation_silence_is_a_stall_again(folder: Folder) -> None:
+    folder.alive()
+    folder.lines("metrics.jsonl", {"step": 1, "time": NOW - 900})
+    for end in ({"event": "checkpoint", "time": NOW - 700}, {"event": "training"}):
+        folder.lines("events.jsonl", {"event": "validating", "time": NOW - 800}, end)
+        folder.age(STALL_AT_LEAST_S + 60)
+        assert folder.state() == "stalled"
+
+
+def test_a_step_after_it_ends_the_quiet_phase_too(folder: Folder) -> None:
+    folder.alive()
+    folder.lines("events.jsonl", {"event": "validating", "time": NOW - 800})
+    folder.lines("metrics.jsonl", {"step": 1, "time": NOW - 700})
+    folder.age(STALL_AT_LEAST_S + 60)
+    assert folder.state() == "stalled"
+
+
+def test_the_agents_quiet_phases_are_the_trainers() -> None:
+    assert status._QUIET == QUIET_EVENTS
 
 
 @pytest.mark.parametrize("reason", ["finished", "failed", "stopped"])

@@ -132,3 +132,66 @@ def test_a_busy_neighbour_is_no_alarm() -> None:
     log = "\n".join(f"step {i}/400 | loss {8 - i / 50} | 15.1k tok/s" for i in range(30))
 
     assert report(log, run_state="training", nproc="2", loadavg="9.10 8.90 8.20 3/900 12").healthy
+
+
+VALIDATING = (
+    '{"time": 1.0, "event": "training"}\n{"time": 9.0, "event": "validating", "detail": {}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("events", "now", "code"),
+    [
+        (VALIDATING, "2026-09-01 08:19:00", []),
+        (VALIDATING, "2026-09-01 09:30:00", ["run.hang"]),  # longer than any validation is quiet
+        (VALIDATING + '\n{"event": "checkpoint"}', "2026-09-01 08:19:00", ["run.hang"]),
+        ('{"event": "training"}', "2026-09-01 08:19:00", ["run.hang"]),
+    ],
+)
+def test_silence_within_a_validation_is_no_hang(events: str, now: str, code: list[str]) -> None:
+    log = "\n".join(f"step {i}/400 | loss {8 - i / 50} | 15.1k tok/s" for i in range(30))
+
+    found = report(log, ps="alive", events=events, now=now, last_log_write="2026-09-01 08:00:00")
+
+    assert roots(found) == code
+
+
+CHANGES = (
+    "since r-0901:\ncode: release a → b; 1 file differs: trainer/drafter/model.py\n"
+    "environment: triton 3.6.0 → 3.5.0 (it compiles the kernels, and its cache is keyed by its "
+    "version)"
+)
+
+
+def test_a_slow_run_is_told_with_what_changed_since_the_run_before() -> None:
+    slow = "\n".join(metrics(30, tokens_per_s=5_000.0))
+    before = {"run": "r-0901", "tok_s": 15_400.0}
+
+    (finding,) = report(metrics=slow, predecessor=before, changes=CHANGES).findings
+
+    assert finding.title.endswith("; since r-0901 changed: code, environment")
+    assert "model.py" in " ".join(q.text for q in finding.evidence)
+    assert "triton 3.6.0 → 3.5.0" in " ".join(q.text for q in finding.evidence)
+
+
+def test_a_slow_run_of_which_nothing_changed_points_at_the_machine() -> None:
+    slow = "\n".join(metrics(30, tokens_per_s=5_000.0))
+    same = "since r-0901:\nnothing in code, command, config, data, GPUs or environment"
+
+    (finding,) = report(metrics=slow, predecessor={"tok_s": 15_400.0}, changes=same).findings
+
+    assert "clocks, neighbours, disks?" in finding.title
+
+
+def test_the_collapse_names_the_stage_that_is_slow() -> None:
+    rate = metrics(
+        80,
+        tokens_per_s=lambda i: 20_000.0 if i < 20 else 4_600.0,
+        target_idle=0.02,
+        drafter_idle=lambda i: 0.03 if i < 20 else 0.7,
+    )
+
+    found = report(run_state="training", metrics="\n".join(rate))
+
+    assert "throughput.collapse" in str([f.as_dict() for f in found.findings])
+    assert "the target is what is slow" in str([f.as_dict() for f in found.findings])
