@@ -8,16 +8,19 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.protocol import CONTAINER_PROBES
 from orchestrator.alarm import best_of
+from orchestrator.changes import Past, changes
 from orchestrator.channel import AgentChannel
+from orchestrator.environment.lock import Environment, parse
 from orchestrator.errors import DflashctlError, RunNotFound
 from orchestrator.fleet import Fleet
-from orchestrator.paths import RunPaths
+from orchestrator.paths import ContainerPaths, RunPaths
 from orchestrator.pct import SaidBy
 from orchestrator.request import Request
 from orchestrator.run import RunRef, RunSummary
@@ -27,9 +30,14 @@ from orchestrator.watch import SEED_LINES, read_metrics
 LINES = 200_000
 EVENT_LINES = 2_000
 METRIC_LINES = 5_000
-HOST_LIMIT_S = 6.0
-# `pip check` takes 3 s with torch installed: of use only where something has failed.
-SLOW = frozenset({"pip_check"})
+# 0.3 s to open the channel, these, 0.5 s of grace for each look's own words: 3 s in all, also where
+# nvidia-smi and df hang. A card that nobody holds, without a persistence daemon, may need longer;
+# of a run that lives it does not.
+LOOK_LIMIT_S = 2.2
+HOST_LIMIT_S = 3.0
+# Of use only where something has failed.
+AFTERWARDS = frozenset({"pip_check"})
+STACKS_LIMIT_S = 10.0
 
 
 @dataclass
@@ -58,7 +66,7 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
     beside = threading.Thread(target=_ask_host, args=(fleet, ref, host), daemon=True)
     beside.start()
     try:
-        _ask_container(fleet.container(ref.target), ref, found)
+        _ask_container(fleet, ref, found)
     except RunNotFound:
         # Nothing to diagnose; `doctor` looks at containers.
         raise
@@ -91,16 +99,20 @@ def raw(error: DflashctlError) -> str:
     return f"ssh: host {error.host}: {type(cause).__name__}: {cause}"
 
 
-def _ask_container(channel: AgentChannel, ref: RunRef, found: Collected) -> None:
+def _ask_container(fleet: Fleet, ref: RunRef, found: Collected) -> None:
+    channel = fleet.container(ref.target)
     about = channel.request("run.status", lines=0, **ref.fields)
     python = ref.target.settings.python
-    summary = RunSummary.model_validate(about.result())
+    answer = about.result()
+    summary = RunSummary.model_validate(answer)
     found.summary = summary
     run = {"run_id": summary.run_id}
     found.probes["run_state"] = summary.state
     found.probes["run_started"] = summary.created
-    names = [name for name in CONTAINER_PROBES if summary.is_over or name not in SLOW]
-    looks = channel.request("probe", names=names, python=python, **run)
+    if gpus := answer.get("gpus"):
+        found.probes["run_gpus"] = gpus
+    names = [name for name in CONTAINER_PROBES if summary.is_over or name not in AFTERWARDS]
+    looks = channel.request("probe", names=names, python=python, timeout_s=LOOK_LIMIT_S, **run)
     log = channel.request("tail", files=[RunPaths("").log], lines=LINES, follow=False, **run)
     records = {
         name: channel.request("tail", files=[path], lines=count, follow=False, **run)
@@ -109,7 +121,8 @@ def _ask_container(channel: AgentChannel, ref: RunRef, found: Collected) -> None
             ("metrics", RunPaths("").metrics, METRIC_LINES),
         )
     }
-    stacks = channel.request("stacks", python=python, **run) if summary.state == "stalled" else None
+    stalled = summary.state == "stalled"
+    stacks = _request_stacks(channel, ref, summary) if stalled else None
     with found.log.open("wb") as stream:
         for head, payload in log.frames():
             if "notice" not in head:
@@ -119,13 +132,57 @@ def _ask_container(channel: AgentChannel, ref: RunRef, found: Collected) -> None
         if text:
             found.probes[name] = text
     found.probes.update(_values(looks.result()))
-    if stacks is not None:
-        # Twice: what stands in the same place both times is what hangs.
-        found.probes["stacks_1"] = _stacks(stacks.result())
-        found.probes["stacks_2"] = _stacks(channel.request("stacks", python=python, **run).result())
     before = (summary.model_extra or {}).get("predecessor")
     if before:
-        _compare(channel, str(before), found)
+        _compare(channel, ref, answer, str(before), found)
+    if stacks is not None:
+        # Twice: what stands in the same place both times is what hangs.
+        found.probes["stacks_1"] = _stacks(fleet, ref, summary, stacks)
+        again = _request_stacks(channel, ref, summary)
+        found.probes["stacks_2"] = _stacks(fleet, ref, summary, again)
+
+
+def _request_stacks(channel: AgentChannel, ref: RunRef, summary: RunSummary) -> Request:
+    python = ref.target.settings.python
+    return channel.request("stacks", python=python, run_id=summary.run_id, timeout_s=STACKS_LIMIT_S)
+
+
+def _stacks(fleet: Fleet, ref: RunRef, summary: RunSummary, inside: Request) -> str:
+    """From the container, else from its host: a container may forbid ptrace or lack py-spy."""
+    seen = inside.result()["stacks"]
+    if ref.target.ct is not None and not _shows_python(seen):
+        try:
+            outside = fleet.host(ref.target.host).request(
+                *("stacks",),
+                side="host",
+                run_id=summary.run_id,
+                ct=ref.target.ct,
+                timeout_s=STACKS_LIMIT_S,
+            )
+            other = outside.result()["stacks"]
+        except DflashctlError as error:
+            return f"{stacks_text(seen)}\n\n(from the host: {error.what})"
+        if _shows_python(other):
+            seen = other
+    return stacks_text(seen)
+
+
+def _shows_python(stacks: list[dict[str, Any]]) -> bool:
+    return any(text.startswith("Process") or "\nThread " in text for text in _texts(stacks))
+
+
+def _texts(stacks: list[dict[str, Any]]) -> list[str]:
+    return [str(one.get("text", "")) for one in stacks]
+
+
+def stacks_text(stacks: list[dict[str, Any]]) -> str:
+    """As py-spy prints them, each with its process's rank; why one was not seen."""
+    blocks = []
+    for one in stacks:
+        rank = f" (RANK={one['rank']})" if "rank" in one else ""
+        failed = f"py-spy: {one['error']}\n" if one.get("error") else ""
+        blocks.append(f"Process {one['pid']}: {one['command']}{rank}\n{failed}{one['text']}")
+    return "\n\n".join(blocks)
 
 
 def _whole(request: Request) -> str:
@@ -137,20 +194,57 @@ def _whole(request: Request) -> str:
     return b"".join(pieces).decode("utf-8", "replace")
 
 
-def _compare(channel: AgentChannel, before: str, found: Collected) -> None:
+def _compare(
+    channel: AgentChannel, ref: RunRef, answer: dict[str, Any], before: str, found: Collected
+) -> None:
+    """The run's predecessor: its best rate, and what differs from it."""
     try:
         best = best_of(read_metrics(channel, before, SEED_LINES))
+        earlier = channel.request("run.status", run_id=before, lines=0).result()
     except DflashctlError:
         # Removed since, or of another container.
         return
     if best is not None:
         found.probes["predecessor"] = {"run": before, "tok_s": best}
+    asked = [_ask_past(channel, ref, one) for one in (earlier, answer)]
+    lines = changes(*(one() for one in asked))
+    nothing = "nothing in code, command, config, data, GPUs or environment"
+    found.probes["changes"] = "\n".join([f"since {before}:", *(lines or [nothing])])
+
+
+def _ask_past(channel: AgentChannel, ref: RunRef, answer: dict[str, Any]) -> Callable[[], Past]:
+    """Sends for what a run left behind; the answer is waited for when it is called."""
+    run_id, record = str(answer["run_id"]), answer.get("record") or {}
+    paths = ContainerPaths(ref.target.settings.workdir)
+    events = channel.request(
+        *("tail",), run_id=run_id, files=[RunPaths("").events], lines=EVENT_LINES, follow=False
+    )
+    name = RunPaths("").environment
+    environment = channel.request("pull.read", run_id=run_id, path=name)
+    release = record.get("release")
+    manifest = (
+        channel.request("pull.read", path=paths.release_manifest(str(release))) if release else None
+    )
+
+    def past() -> Past:
+        files = _whole(manifest) if manifest is not None else ""
+        return Past(run_id, record, files, _environment(_whole(environment)), _whole(events))
+
+    return past
+
+
+def _environment(text: str) -> Environment | None:
+    try:
+        return parse(text, "the run's environment") if text else None
+    except DflashctlError:
+        # Of a version that told other things.
+        return None
 
 
 def _ask_host(fleet: Fleet, ref: RunRef, found: dict[str, Any]) -> None:
     try:
         channel = fleet.host(ref.target.host)
-        request = channel.request("probe", side="host", ct=ref.target.ct)
+        request = channel.request("probe", side="host", ct=ref.target.ct, timeout_s=LOOK_LIMIT_S)
         for head, _ in request.frames():
             found.update(_values({"probes": {head["probe"]: head}}))
     except DflashctlError as error:
@@ -164,9 +258,3 @@ def _values(answer: dict[str, Any]) -> dict[str, Any]:
         name: look["value"] if look["ok"] else look.get("error", "")
         for name, look in answer["probes"].items()
     }
-
-
-def _stacks(answer: dict[str, Any]) -> str:
-    return "\n\n".join(
-        f"Process {one['pid']}: {one['command']}\n{one['text']}" for one in answer["stacks"]
-    )

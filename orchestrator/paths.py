@@ -23,6 +23,10 @@ HOST_WORKDIR = "/var/lib"
 FOLDER = "dflashctl"
 
 
+FLIGHT_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Where torch's flight recorder writes, by its present and its older name; the rank follows."""
+
+
 class ContainerPaths:
     """The tree under ``<workdir>/dflashctl``, mode 0700. The agent on a host uses the same one."""
 
@@ -97,6 +101,8 @@ class RunPaths:
         """The Python and CUDA environment that the run began with."""
         self.stacks = posixpath.join(root, "stacks")
         """Stacks of its threads, as diag took them."""
+        self.flight_prefix = posixpath.join(self.stacks, "flight_rank_")
+        """+ rank: torch's flight-recorder dump of its collectives, written when one times out."""
         self.checkpoints = posixpath.join(root, "checkpoints")
         """One folder each, whole or not there."""
 

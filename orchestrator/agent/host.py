@@ -167,6 +167,7 @@ def looks(scene: Scene) -> dict[str, Callable[[], Any]]:
     return {
         "date": lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host_dmesg": lambda: last_lines(kernel_log(limit), _KERNEL_LINES),
+        "host_gpus": _cards,
         "host_nvidia_smi_L": run("nvidia-smi -L"),
         "host_compute_apps": lambda: compute_applications(limit),
         "host_cgroup": lambda: compute_groups(limit),
@@ -185,6 +186,24 @@ def looks(scene: Scene) -> dict[str, Callable[[], Any]]:
         "systemctl_host": lambda: _failed_units(limit),
         "cgroup_events": lambda: _cgroup_events(scene),
     }
+
+
+def _cards() -> str:
+    """Minor number, UUID and PCI address of every card: a kernel line names only the address. Read
+    from /proc, which answers while nvidia-smi hangs on a lost card."""
+    root = "/proc/driver/nvidia/gpus"
+    lines = []
+    for address in sorted(os.listdir(root)) if os.path.isdir(root) else []:
+        text = text_of(f"{root}/{address}/information")
+        facts = {key: value.strip() for key, _, value in map(_fact, text.splitlines())}
+        minor, uuid = facts.get("Device Minor", "?"), facts.get("GPU UUID", "?")
+        lines.append(f"minor {minor}, {uuid}, {address}, {facts.get('Model', '?')}")
+    return "\n".join(lines)
+
+
+def _fact(line: str) -> tuple[str, str, str]:
+    key, colon, value = line.partition(":")
+    return key.strip(), colon, value
 
 
 def kernel_log(limit_s: float) -> str:

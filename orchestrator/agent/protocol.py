@@ -172,7 +172,8 @@ Looking
 ``gpu.processes`` {} → {"gpus": [{index, uuid, name, memory_used_mb, memory_total_mb, utilization,
     pids: []}], "processes": [{pid, gpu_uuid, memory_mb, command, ct}], "error"?}; on a host ``ct``
     is the container of the PID (by its cgroup) or null
-``stacks`` {"run_id", "timeout_s": 10} → {"stacks": [{pid, command, text, error?}], "path"}
+``stacks`` {"run_id", "timeout_s": 10, "side"?: "container"|"host", "ct"? (on the host)} →
+    {"stacks": [{pid (the container's), command, text, rank?, error?}], "path" (null on the host)}
 
 Hosts
 -----
@@ -216,10 +217,10 @@ CONTAINER_PROBES = (
     *("nvidia_smi_topo", "ls_dev", "proc_driver", "df", "inodes", "mounts", "shm", "tmux", "ps"),
     *("memory_events", "cgroup_events", "memory", "free", "nproc", "loadavg", "ulimits"),
     *("ulimit_l", "locale", "env", "which", "ip_addr", "dmesg", "exit_record"),
-    *("last_log_write", "pip_list", "pip_check"),
+    *("last_log_write", "nccl_flight", "pip_list", "pip_check"),
 )
 HOST_PROBES = (
-    *("date", "host_dmesg", "host_nvidia_smi_L", "host_compute_apps", "host_cgroup"),
+    *("date", "host_dmesg", "host_gpus", "host_nvidia_smi_L", "host_compute_apps", "host_cgroup"),
     *("host_proc_devices", "host_proc_driver", "host_lsmod", "host_dkms", "host_journal"),
     *("pct_list", "pct_status", "pct_config", "tasks", "cluster", "ps_host", "systemctl_host"),
     *("cgroup_events", "host_ls_dev"),

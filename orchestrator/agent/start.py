@@ -20,7 +20,7 @@ from orchestrator.agent.program import boot_id, runnable, search_path
 from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.records import supervisor_record
 from orchestrator.agent.serve import Request
-from orchestrator.paths import RunPaths
+from orchestrator.paths import FLIGHT_VARIABLES, RunPaths
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 """Also a tmux session's name, where ``.`` and ``:`` mean something else."""
@@ -133,6 +133,8 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     environment["PATH"] = search_path(environment)
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment |= {"DFLASH_RUN_ID": paths.run_id, "DFLASH_RUN_DIR": paths.root}
+    for variable in FLIGHT_VARIABLES:
+        environment.setdefault(variable, paths.flight_prefix)
     if code is not None:
         environment["DFLASH_RELEASE_DIR"] = code
     gpus = request.get("gpus", list, [])

@@ -1,8 +1,8 @@
 """NCCL flight-recorder dumps: which collective, which rank is missing, who called another one.
 
 torch writes one dump a rank (``TORCH_FR_DUMP_TEMP_FILE`` + rank; older:
-``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``), as a pickle or, by ``_dump_nccl_trace_json``, as JSON. Only
-JSON is read here: a pickle from elsewhere can run code. Fields by version 2.x of the format:
+``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``) as a pickle; the agent turns it into the JSON that is read here
+(``orchestrator/agent/flight.py``). Fields by version 2.x of the format (torch 2.13, also of gloo):
 ``entries`` with ``collective_seq_id``, ``profiling_name`` (``nccl:all_reduce``), ``state``
 (scheduled, started, completed), ``input_sizes``.
 """
@@ -107,7 +107,7 @@ def _calls(dump: Mapping[str, Any], rank: int) -> list[Call]:
         if not isinstance(entry, dict) or entry.get("is_p2p"):
             continue
         group = entry.get("process_group") or entry.get("pg_name") or "0"
-        label = "/".join(map(str, group)) if isinstance(group, list) else str(group)
+        label = "/".join(map(str, group)) if isinstance(group, (list, tuple)) else str(group)
         sequence = entry.get("collective_seq_id", entry.get("seq_id"))
         if not isinstance(sequence, int):
             continue
@@ -119,8 +119,8 @@ def _calls(dump: Mapping[str, Any], rank: int) -> list[Call]:
                 rank,
                 label,
                 sequence,
-                str(entry.get("profiling_name", "?")).removeprefix("nccl:"),
-                "x".join(map(str, sizes[0])) if sizes and isinstance(sizes[0], list) else "",
+                re.sub(r"^\w+:", "", str(entry.get("profiling_name", "?"))),  # nccl:, gloo:
+                "x".join(map(str, sizes[0])) if sizes and isinstance(sizes[0], (list, tuple)) else "",
                 str(entry.get("state", "")),
                 f"{user.get('filename')}:{user.get('line')}" if user else "",
             )
