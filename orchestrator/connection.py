@@ -79,8 +79,10 @@ class HostConnection:
             if self._connection is not None and self._connection.is_connected:
                 return self._connection
             if self._failure is not None and self._failure[0] > asked:
-                # Fifty containers of a dead host wait for one time-out, not for fifty.
-                raise self._failure[1]
+                # Fifty containers of a dead host wait for one time-out, not for fifty. But where a
+                # thread was refused that may not ask, the one that may still can.
+                if not (isinstance(self._failure[1], AuthenticationFailed) and self._can_ask()):
+                    raise self._failure[1]
             try:
                 self._connection = self._connect(find_route(self.host))
             except DflashctlError as error:
@@ -144,7 +146,7 @@ class HostConnection:
         try:
             return self._open_route(route)
         except paramiko.AuthenticationException as error:
-            if not self._can_ask():
+            if _cut_short(error) or not self._can_ask():
                 raise refusal(error, route, self.host.name) from error
             secret = getpass.getpass(f"password or passphrase for {route.user}@{route.place}: ")
         except (paramiko.SSHException, OSError, EOFError) as error:
@@ -236,6 +238,13 @@ def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:
             next_step="load it first: ssh-add",
             host=name,
         )
+    if _cut_short(error):
+        return HostUnreachable(
+            f"the connection to {route.place} ended during the login",
+            next_step="try again; if it ends there each time, sshd has seen enough keys "
+            "(MaxAuthTries): set `identity_file` of the host in the inventory",
+            host=name,
+        )
     if isinstance(error, paramiko.AuthenticationException):
         return _auth_refused(route, name)
     if isinstance(error, socket.gaierror):
@@ -285,6 +294,11 @@ def _auth_refused(route: Route, name: str) -> AuthenticationFailed:
         "`identity_file` of the host in the inventory",
         host=name,
     )
+
+
+def _cut_short(error: BaseException) -> bool:
+    """paramiko calls a link that was lost during the login a failed authentication."""
+    return "saw EOF" in str(error)
 
 
 def _refused_a_session(error: BaseException) -> bool:

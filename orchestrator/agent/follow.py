@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from orchestrator.agent.protocol import TAIL_PIECE
-from orchestrator.agent.rotation import Chain, Link
+from orchestrator.agent.rotation import INDEX_EVERY_S, Chain, Link
 
 HEAD_BYTES = 256
 PIECES = 64
@@ -83,11 +83,14 @@ class Followed:
         self._steadily(place)
 
     def at_time(self, since: float, index: str) -> None:
-        """After the last mark of the index that is not later than ``since``."""
-        mark = _last_mark(index, since)
+        """At the first mark of the index behind which something as late as ``since`` may stand."""
+        marked, mark = _mark_at(index, since)
 
         def place(links: list[Link]) -> bool:
-            if links and self._open(links[-1]) and os.fstat(self._file).st_mtime < since:
+            if not links or not self._open(links[-1]):
+                return False
+            older = marked and mark is None
+            if older or os.fstat(self._file).st_mtime < since:
                 self._seek(self._size())
                 return True
             for link in links:
@@ -248,15 +251,26 @@ class Followed:
         return file, gap
 
 
-def _last_mark(index: str, since: float) -> tuple[int, int] | None:
-    """Inode and offset of the last mark that is not later."""
-    mark = None
+def _mark_at(index: str, since: float) -> tuple[bool, tuple[int, int] | None]:
+    """Whether there are marks; inode and offset of the first that is not too old.
+
+    What stands behind a mark was written less than ``INDEX_EVERY_S`` after it: whatever comes later
+    has a mark of its own. None if all are too old.
+    """
+    marked = False
+    found = None
     with contextlib.suppress(OSError, ValueError), open(index, "rb") as file:
         for line in file:
             fields = line.split()
-            if len(fields) == 3 and float(fields[0]) <= since:
-                mark = (int(fields[1]), int(fields[2]))
-    return mark
+            if len(fields) != 3:
+                continue
+            marked = True
+            if float(fields[0]) <= since - INDEX_EVERY_S:
+                # The clock may have been set back: what counts is what follows the last old one.
+                found = None
+            elif found is None:
+                found = (int(fields[1]), int(fields[2]))
+    return marked, found
 
 
 def _last_lines(file: int, count: int) -> tuple[int, int]:

@@ -13,6 +13,8 @@ import time
 
 LISTINGS = 50
 SETTLE_S = 0.001
+INDEX_EVERY_S = 1.0
+"""The log's index has a mark for the first line after so long."""
 
 Link = tuple[int, str]
 """Inode and name."""

@@ -12,6 +12,7 @@ import os
 import time
 
 from orchestrator.agent.files import write_all, write_bytes
+from orchestrator.agent.rotation import INDEX_EVERY_S
 from orchestrator.paths import RunPaths
 
 BACKLOG = 8 << 20
@@ -21,7 +22,6 @@ PANE_BACKLOG = 256 << 10
 """A pane shows a few dozen lines; what it cannot keep up with is left out of it."""
 
 RETRY_S = 0.5
-INDEX_EVERY_S = 1.0
 
 
 class RunLog:
@@ -133,10 +133,10 @@ class RunLog:
         # Also when the clock was set back, else no line would follow until it has caught up.
         if 0 <= now - self._index_at < INDEX_EVERY_S:
             return
-        self._index_at = now
         line = b"%.3f %d %d\n" % (now, self._inode[1], self._size)
         with contextlib.suppress(OSError), open(self._paths.log_index, "ab", 0) as index:
             index.write(line)
+            self._index_at = now
 
     def _rotate(self) -> None:
         # The new file is made first: on a full disk the old one simply grows on.

@@ -103,7 +103,8 @@ def pane_state(name: str) -> tuple[bool, str]:
     state = run("list-panes", "-t", f"={name}:", "-F", "#{pane_dead}")
     if state.returncode != 0:
         return True, "\n".join(state.stderr)
-    shown = run("capture-pane", "-p", "-J", "-t", f"={name}:")
+    # With some history: tmux's own notice of a pane's death pushes the first line up into it.
+    shown = run("capture-pane", "-p", "-J", "-S", "-50", "-t", f"={name}:")
     return state.stdout[:1] == ["1"], "\n".join(line for line in shown.stdout if line.strip())
 
 

@@ -118,9 +118,6 @@ def test_a_passphrase_is_asked_for_on_a_terminal_alone(
     assert b"sesame" not in terminal.seen
 
 
-@pytest.mark.xfail(
-    strict=False, reason="exec may connect outside the main thread, and then nobody is asked"
-)
 def test_a_wrong_passphrase_is_refused_once(cli: Cli, locked: Path) -> None:
     terminal = Terminal(cli, "exec", "lab-201", "--", "true")
     terminal.until(b"passphrase for")

@@ -81,9 +81,6 @@ def test_a_container_that_reboots_under_tail(cli: Cli, lab: Lab, code: Path) -> 
     assert out.count("before") == 0
 
 
-@pytest.mark.xfail(
-    strict=False, reason="--since shows the whole log when it reaches past the run's end"
-)
 def test_the_last_lines_and_the_last_seconds(cli: Cli, code: Path) -> None:
     launch(cli, code, "seq 50; sleep 3; seq 51 55\n")
     cli("tail", code=0)

@@ -72,8 +72,10 @@ class Runs:
         return self._start(environment=self.environment, **options)
 
     def new_id(self) -> str:
+        # Of this test process alone: a run's processes are found by its id wherever they went, so
+        # that two tests at the same time with the same id would end each other's.
         self._count += 1
-        return f"t{self._count}-20260101-000000-{self._count:04x}"
+        return f"t{os.getpid()}x{self._count}-20260101-000000-{self._count:04x}"
 
     def start(self, *command: str, **fields: Any) -> dict[str, Any]:
         run_id = fields.pop("run_id", None) or self.new_id()
