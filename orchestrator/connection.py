@@ -81,8 +81,9 @@ class HostConnection:
             if self._failure is not None and self._failure[0] > asked:
                 # Fifty containers of a dead host wait for one time-out, not for fifty. But where a
                 # thread was refused that may not ask, the one that may still can.
-                if not (isinstance(self._failure[1], AuthenticationFailed) and self._can_ask()):
-                    raise self._failure[1]
+                failure = self._failure[1]
+                if not isinstance(failure, AuthenticationFailed) or not self._can_ask():
+                    raise failure
             try:
                 self._connection = self._connect(find_route(self.host))
             except DflashctlError as error:
