@@ -45,6 +45,13 @@ def agent_argv(target: Target) -> list[str]:
     )
 
 
+def relayed_argv(target: Target) -> list[str]:
+    """The same as the host's own agent runs it, for one of several."""
+    if target.host.settings.enter == "pct":
+        return agent_argv(target)
+    return pct.attach_argv(target.ct, loader.argv(target.settings.python))
+
+
 def host_agent_argv(host: HostTarget) -> list[str]:
     """The agent on the host itself, for what only the host sees."""
     return loader.argv(host.settings.python)
@@ -162,7 +169,7 @@ class Fleet:
             return open_channel(_Owner(host, connection), connection.session(agent_argv(target)))
         places = self._shared[host].places
         places.acquire()
-        link = RelayLink(carrier, agent_argv(target), _program().data, places.release)
+        link = RelayLink(carrier, relayed_argv(target), _program().data, places.release)
         return open_channel(_Owner(host, connection, carrier), link)
 
     def opening(self, target: Target) -> Opening:

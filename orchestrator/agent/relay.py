@@ -20,8 +20,8 @@ from orchestrator.agent.protocol import RELAY_WINDOW
 from orchestrator.agent.serve import Request
 
 AT_ONCE = max(4, min(os.cpu_count() or 4, 16))
-"""Commands that start at a time. A `pct` computes for 0.5 to 0.97 s and takes 80 MB of Perl: more
-than there are cores only make each other late."""
+"""Commands that start at a time. A `pct` computes for 0.5 to 0.97 s: more than there are cores only
+make each other late, and take the host's memory."""
 PATIENCE_S = 3.0
 """What has said nothing for this long (in a frozen container) keeps no other from starting."""
 LEAVE_S = 10.0

@@ -85,6 +85,9 @@ def make_host(layout: Layout, spec: LabSpec, backend: Backend, groups: cgroups.H
         if program.suffix in (".pl", ""):
             overlay.write(upper, Path(render.PROGRAMS_AT) / program.name, program.read_text())
     overlay.write(upper, Path("/usr/sbin/pct"), (PROGRAMS / "pct").read_text(), 0o755)
+    if backend == "lxc":
+        attach = (PROGRAMS / "lxc-attach").read_text()
+        overlay.write(upper, Path("/usr/local/bin/lxc-attach"), attach, 0o755)
     settings = render.host_settings(layout, spec, backend, groups)
     overlay.write(upper, Path("/etc/dflashctl-lab.conf"), settings)
     if groups.version == 1:

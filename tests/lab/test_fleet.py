@@ -16,6 +16,7 @@ from orchestrator import inventory as inventories
 from orchestrator.errors import ConnectionLost
 from orchestrator.fleet import Fleet
 from orchestrator.lab import Lab
+from orchestrator.lab.faults import CLUSTER_DOWN
 from orchestrator.lab.proxy import Proxy
 from orchestrator.paths import LaptopPaths
 from orchestrator.state import LaptopState
@@ -172,6 +173,19 @@ def test_ps_asks_them_all_with_the_program_sent_once(
     seen = proxied.traffic()
     assert seen["connections"] == 1
     assert seen["up"] < 4 * len(agent_bundle.bundle().data)
+
+
+def test_they_can_be_entered_by_lxc_attach(cli: Cli, lab: Lab, crowd: list[str]) -> None:
+    known = yaml.safe_load(cli.inventory.read_text())
+    known["hosts"]["lab"]["enter"] = "lxc-attach"
+    known["containers"]["off"] = {"host": "lab", "ct": 202}
+    cli.inventory.write_text(yaml.safe_dump(known))
+    # Every `pct` fails: none is used for several, one alone goes by pct.
+    with lab.fault(CLUSTER_DOWN):
+        said = cli("inventory", "check", code=4).stdout
+        assert said.count("answers") == 20
+        assert "the container is not running, or there is none of that number" in said
+        assert "cluster filesystem is down" in cli("exec", "c1", "--", "true", code=3).stderr
 
 
 def test_a_frozen_container_holds_up_no_other(cli: Cli, lab: Lab, crowd: list[str]) -> None:

@@ -28,6 +28,11 @@ def test_a_command_in_a_container_keeps_the_hosts_environment_out() -> None:
     assert pct.shell_line(argv) == "pct exec 200 --keep-env 0 -- ls -la '/my folder'"
 
 
+def test_lxcs_own_tool_is_given_the_same() -> None:
+    argv = pct.attach_argv(200, ["ls", "-la"])
+    assert argv == ["lxc-attach", "-n", "200", "--clear-env", "--", "ls", "-la"]
+
+
 def test_a_terminal_goes_through_the_ssh_client_under_the_inventorys_rules() -> None:
     argv = pct.ssh_argv(
         "10.1.2.6",
@@ -92,6 +97,13 @@ STDERR = {
         ExecFailed,
         "task",
     ),
+    "stopped, by LXC's tool": (
+        "lxc-attach: 202: ../src/lxc/attach.c: get_attach_context: 406 Connection refused - "
+        "Failed to get init pid",
+        ContainerNotRunning,
+        "pct list",
+    ),
+    "no lxc-attach": ("lxc-attach: not found", ExecFailed, "inventory"),
     "no pct": ("bash: line 1: pct: command not found", ExecFailed, "inventory"),
     "old pct": ("Unknown option: keep-env\n400 unable to parse option", ExecFailed, "upgrade"),
 }
