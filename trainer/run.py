@@ -154,6 +154,7 @@ class Run:
             self.batches.steps,
             device,
             head_loss=self._head_loss(device, frozen),
+            start=self.start if self.config.drafter.start == "target" else None,
             compile_=self.compile_lock.compile,
             backward=self.compile_lock.backward,
         )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from tiny_target import CONFIGS, make_model
+from tiny_target import CONFIGS, make_model, run_config, save_target, write_chats
 
+from trainer.config import parse_config
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
+from trainer.resolve import resolve
+from trainer.run import open_run, prepare_run
 from trainer.target import decoder_layers
 from trainer.warm_start import check_start, start_from_target
 
@@ -51,3 +56,23 @@ def test_a_target_of_another_build_is_refused(
         drafter = make_drafter(kind, **changes)
     with pytest.raises(ConfigError, match=says):
         check_start(drafter, make_model(kind))
+
+
+def test_a_run_begins_with_the_copies_when_its_config_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DFLASH_RUN_DIR", raising=False)
+    save_target(tmp_path / "target")
+    write_chats(tmp_path / "chats.jsonl", 12)
+    wanted = "layers.0.mlp.down_proj.weight"
+
+    def begun(start: str) -> torch.Tensor:
+        changes = {"start": start, "intermediate_size": None}
+        tree = run_config(tmp_path, drafter=changes, folder=str(tmp_path / start))
+        config = parse_config(tree, source="a test", base=tmp_path)
+        run = prepare_run(open_run(resolve(config)))
+        return run.make_drafter(torch.device("cpu")).state()["master"][wanted]
+
+    theirs = make_model("llama").model.layers[-1].mlp.down_proj.weight
+    assert torch.equal(begun("target"), theirs)
+    assert not torch.equal(begun("random"), theirs)
