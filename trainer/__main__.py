@@ -1,4 +1,4 @@
-"""``python -m trainer``: train, check, data, evaluate, export.
+"""``python -m trainer``: train, check, data, evaluate, export, trace.
 
 Exit codes: 0 good · 1 the run failed · 2 wrong input · 4 too little memory, disk or a missing
 device · 130, 143 left after SIGINT, SIGTERM with a checkpoint.
@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
@@ -18,22 +19,15 @@ from types import FrameType
 def main(arguments: list[str] | None = None) -> int:
     """Parse, then import what the command needs: `--help` waits for no torch."""
     options = parser().parse_args(arguments)
-    # transformers' progress bars write carriage returns into a log that is read line by line.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if getattr(options, "trace_compile", False):
-        os.environ["DFLASH_TRACE_COMPILE"] = "1"
-    # Spinning OpenMP threads wait for one that the kernel took off its core: on two busy cores the
-    # products of a CPU run were 4 to 8 times slower than with threads that sleep.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import trainer.commands as commands
+    if options.module != "traced":  # whose script is not ours
+        _set_variables(getattr(options, "trace_compile", False))
+    module = import_module(f"trainer.{options.module}")
     from trainer.errors import TrainerError
 
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        code: int = getattr(commands, options.run)(options)
+        code: int = getattr(module, options.run)(options)
         return code
     except KeyboardInterrupt:
         # `train` and `data` take signals themselves; the others have nothing to finish.
@@ -45,6 +39,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
+def _set_variables(trace_compile: bool) -> None:
+    """Before torch and transformers are imported, which read them then."""
+    # transformers' progress bars write carriage returns into a log that is read line by line.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if trace_compile:
+        os.environ["DFLASH_TRACE_COMPILE"] = "1"
+    # Spinning OpenMP threads wait for one that the kernel took off its core: on two busy cores the
+    # products of a CPU run were 4 to 8 times slower than with threads that sleep.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def leave(number: int, frame: FrameType | None) -> None:
     """End at once: importing torch takes seconds, and an interrupt in its midst is no news."""
     os._exit(130)
@@ -54,9 +61,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.split("\n")[0])
     verbs = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def verb(name: str, run: str, text: str) -> argparse.ArgumentParser:
+    def verb(name: str, run: str, text: str, module: str = "commands") -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=text, description=text)
-        made.set_defaults(run=run)
+        made.set_defaults(run=run, module=module)
         return made
 
     def config(made: argparse.ArgumentParser) -> None:
@@ -85,6 +92,12 @@ def parser() -> argparse.ArgumentParser:
     parts = data.add_subparsers(required=True, metavar="ACTION", dest="action")
     config(parts.add_parser("prepare", help="make and tokenize it; continues what was begun"))
     config(parts.add_parser("check", help="read every line and report what is wrong"))
+
+    trace = verb(
+        "trace", "trace", "run any script and record who sets torch's tracing flag", "traced"
+    )
+    trace.add_argument("script", type=Path, help="a Python file, which is not edited")
+    trace.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
 
     export = verb("export", "export", "convert a checkpoint for a server")
     export.add_argument("checkpoint", type=Path)

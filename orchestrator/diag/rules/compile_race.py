@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
-from orchestrator.diag.evidence import Evidence
+from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 
 FX_FLAG = (
@@ -44,7 +45,7 @@ def fx_race(e: Evidence) -> Iterator[Finding]:
         and "'custom'" in f.message
         and any("fx/traceback" in fr.file for fr in f.frames)
     ]
-    events = e.search(r'"event": ?"(?:fx_trace)"')
+    traced, told = _who_traced(e)
     threads = _threads(e)
     if not (flag or companions or custom or len(guards) >= 1):
         return
@@ -59,13 +60,14 @@ def fx_race(e: Evidence) -> Iterator[Finding]:
     yield e.found(
         "compile.fx_race",
         "several threads traced at once: a compiled call met torch's global FX-tracing flag"
-        + (f" ({many} times)" if many > 1 else ""),
+        + (f" ({many} times)" if many > 1 else "")
+        + traced,
         [
             *flag[:3],
             *companions[:2],
             *guards[:1],
             *custom[:1],
-            *events[:1],
+            *told,
         ],
         "every compiled call under one lock, torch's own: with "
         "torch._dynamo.convert_frame.compile_lock:\n"
@@ -74,10 +76,33 @@ def fx_race(e: Evidence) -> Iterator[Finding]:
         "torch._functorch.config.force_non_lazy_backward_lowering = True\n"
         "never error_on_nested_fx_trace=False: with checkpointing the gradients are silently "
         "wrong\n"
-        "the `trainer` package does all of this; torch ≥ 2.14 has the flag per thread",
+        "the `trainer` package does all of this; torch ≥ 2.14 has the flag per thread\n"
+        "python -m trainer trace YOUR_SCRIPT.py ARGS   # names the thread that traces, and its "
+        "line;\n"
+        "of our trainer: python -m trainer train CONFIG --trace-compile",
         confidence=0.96 if flag else 0.8,
         lasting=True,
     )
+
+
+def _who_traced(e: Evidence) -> tuple[str, list[Hit]]:
+    """Of the opt-in trace (``fx_trace`` events): the threads that set the flag and are not the one
+    that met it, the last of them with its innermost line of the user's."""
+    failing = {f.thread for f in e.errors if "FX to symbolically trace" in f.message}
+    found: dict[str, tuple[Hit, str]] = {}
+    for hit in e.search(r'"event": ?"fx_trace"', quiet=True):
+        try:
+            detail = json.loads(hit.line.text)["detail"]
+            thread, stack = str(detail["thread"]), list(detail["stack"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if thread not in failing and not detail.get("lock_held"):
+            found[thread] = hit, str(stack[-1]) if stack else "?"
+    if not found:
+        return "", []
+    names = ", ".join(found)
+    _, line = list(found.values())[-1]
+    return f"; it was set by thread {names} at {line}", [hit for hit, _ in found.values()][-2:]
 
 
 def _threads(e: Evidence) -> bool:

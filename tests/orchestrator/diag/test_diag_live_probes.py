@@ -195,3 +195,39 @@ def test_the_collapse_names_the_stage_that_is_slow() -> None:
 
     assert "throughput.collapse" in str([f.as_dict() for f in found.findings])
     assert "the target is what is slow" in str([f.as_dict() for f in found.findings])
+
+
+def traced(thread: str, line: str, lock_held: bool = False) -> str:
+    detail = {
+        "thread": thread,
+        "tracer": "Tracer",
+        "lock_held": lock_held,
+        "stack": ["/a:1 f", line],
+    }
+    return json.dumps({"time": START, "event": "fx_trace", "detail": detail})
+
+
+def test_the_trace_names_the_thread_that_set_the_flag_and_its_line() -> None:
+    log = (
+        "step 1/400 | loss 9.0 | 20.0k tok/s\n"
+        "Exception in thread drafter-1 (loop):\nTraceback (most recent call last):\n"
+        f'  File "/w/pipe.py", line 9, in loop\n    out = step(x)\nRuntimeError: {FX}\n'
+    )
+    events = "\n".join(
+        [
+            traced("drafter-1", "/w/pipe.py:9 loop"),  # the victim traced as well, earlier
+            traced("drafter-2", "/w/pipe.py:9 loop", lock_held=True),
+            traced("reporter", "/w/report.py:41 draw_graph"),
+        ]
+    )
+
+    (finding,) = report(log, events=events, exit_record={"exit_code": 1}).findings
+
+    assert finding.code == "compile.fx_race"
+    assert finding.title.endswith("it was set by thread reporter at /w/report.py:41 draw_graph")
+
+
+def test_a_trace_without_an_error_is_no_finding() -> None:
+    log = "\n".join(f"step {i}/400 | loss {8 - i / 50} | 15.1k tok/s" for i in range(30))
+
+    assert report(log, run_state="training", events=traced("reporter", "/w/r.py:4 f")).healthy
