@@ -50,7 +50,12 @@ def claim(
     if found.get("error"):
         # Without a driver on the host nothing can be told of its processes; the leases still hold.
         return taken_over
-    busy = [one for one in found["processes"] if one["gpu_uuid"] in gpus]
+    busy = [
+        one
+        for one in found["processes"]
+        # Asked again after a lost answer, the run itself may be at work by now.
+        if one["gpu_uuid"] in gpus and one.get("run_id") != run_id
+    ]
     if busy and not force:
         release(host, run_id)
         raise RefusedError(

@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.agent.host import container_of
 from orchestrator.agent.looking import Failed, command, text_of
 from orchestrator.agent.process import command as command_line
+from orchestrator.agent.process import run_of
 from orchestrator.agent.serve import Request
 
 LIMIT_S = 10.0
@@ -58,6 +59,7 @@ def applications(limit_s: float) -> list[dict[str, Any]]:
                 "memory_mb": _number(row[2]),
                 "command": (command_line(pid) if pid else "") or row[3],
                 "ct": container_of(pid) if pid else None,
+                "run_id": run_of(pid) if pid else None,
             }
         )
     return found

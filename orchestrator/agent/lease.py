@@ -111,16 +111,13 @@ def _why_stale(record: dict[str, Any], living: set[str]) -> str | None:
 def living_runs() -> set[str]:
     """Run ids of all processes of this machine, its containers' included."""
     found: set[str] = set()
-    prefix = f"{process.MARKER}=".encode()
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
+        run_id = process.run_of(int(name))
+        if run_id:
+            found.add(run_id)
         with contextlib.suppress(OSError):
-            with open(f"/proc/{name}/environ", "rb") as file:
-                text = file.read()
-            at = text.find(prefix)
-            if at == 0 or (at > 0 and text[at - 1] == 0):
-                found.add(text[at + len(prefix) :].split(b"\0", 1)[0].decode("utf-8", "replace"))
             # Between two attempts of a run only its supervisor lives.
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 supervised = _SUPERVISE.match(file.read(8192))

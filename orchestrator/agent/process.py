@@ -92,6 +92,20 @@ def environment_has(pid: int, name: str, value: str) -> bool:
     return f"{name}={value}".encode("utf-8", "surrogateescape") in text.split(b"\0")
 
 
+def run_of(pid: int) -> str | None:
+    """The run that it belongs to, in whichever container; None if it is nobody's or has ended."""
+    prefix = f"{MARKER}=".encode()
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    at = 0 if text.startswith(prefix) else text.find(b"\0" + prefix) + 1
+    if not text.startswith(prefix, at):
+        return None
+    return text[at + len(prefix) :].split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
 def marked(run_id: str, processes: Iterable[int]) -> set[int]:
     """Those whose environment says that they belong to the run."""
     return {pid for pid in processes if environment_has(pid, MARKER, run_id)}

@@ -170,8 +170,8 @@ Looking
     a small JSON value (boot_id {"at_start", "now"}, exit_record). Each has its own time limit and
     cannot fail the others.
 ``gpu.processes`` {} → {"gpus": [{index, uuid, name, memory_used_mb, memory_total_mb, utilization,
-    pids: []}], "processes": [{pid, gpu_uuid, memory_mb, command, ct}], "error"?}; on a host ``ct``
-    is the container of the PID (by its cgroup) or null
+    pids: []}], "processes": [{pid, gpu_uuid, memory_mb, command, ct, run_id}], "error"?}; on a
+    host ``ct`` is the container of the PID (by its cgroup) or null, ``run_id`` whose run it is
 ``stacks`` {"run_id", "timeout_s": 10, "side"?: "container"|"host", "ct"? (on the host)} →
     {"stacks": [{pid (the container's), command, text, rank?, error?}], "path" (null on the host)}
 
