@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import json
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -28,14 +27,12 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.fleet import Fleet, Opening
+from orchestrator.reconnect import reconnecting
 from orchestrator.release import Progress, Push, Release
 from orchestrator.route import find_route
 from orchestrator.target import HostTarget, Target
 
 START_SCRIPT = "start_training.sh"
-# A start whose reply was lost is asked again under the same run id: never a second process.
-RETRY_S = (1.0, 2.0, 4.0, 8.0)
-
 # Nothing was started, for certain.
 REFUSALS = (RefusedError, UsageError, TransferError, NotFoundError)
 
@@ -219,28 +216,32 @@ def launch(
 
     :param opening: the channel, if somebody began to open it already.
 
-    A link lost on the way is made again and everything is asked again under the same run id.
+    A link lost on the way is made again and everything is asked again under the same run id: a
+    start whose reply was lost never makes a second process.
 
     :raises RefusedError: preflight, a run that lives there already, a held lease.
     :raises UnreachableError: the state is unknown; ``status`` of the run id tells once it answers.
     """
-    channel: AgentChannel | None = None
-    for pause in (*RETRY_S, None):
-        try:
-            channel = opening.result() if opening else fleet.container(target)
-            opening = None
-            return _attempt(fleet, channel, target, order, release, progress)
-        except (ConnectionLost, HostUnreachable) as error:
-            if channel is None or pause is None:
-                error.run_id = order.run_id if channel else None
-                raise
-            notice(f"{error.where}: {error.what}; trying again in {pause:.0f} s")
-            fleet.drop(channel)
-            time.sleep(pause)
-        except REFUSALS:
-            fleet.state.forget(order.run_id)
-            raise
-    raise AssertionError("the last attempt returns or raises")
+    reached = False
+
+    def channels() -> AgentChannel:
+        nonlocal opening
+        first, opening = opening, None
+        return first.result() if first else fleet.container(target)
+
+    def work(channel: AgentChannel) -> Started:
+        nonlocal reached
+        reached = True
+        return _attempt(fleet, channel, target, order, release, progress)
+
+    try:
+        return reconnecting(fleet, channels, work, notice)
+    except (ConnectionLost, HostUnreachable) as error:
+        error.run_id = order.run_id if reached else None
+        raise
+    except REFUSALS:
+        fleet.state.forget(order.run_id)
+        raise
 
 
 def _attempt(
@@ -277,7 +278,9 @@ def _attempt(
         lease.claim(host, target, order.run_id, gpus, owner, force=order.force)
     fleet.state.remember(order.run_id, target)
     diff = release.git.diff if release and release.git else b""
-    starting = channel.request("run.start", diff, **order.start_fields(target, release), **which)
+    fields = {**order.start_fields(target, release), **which, "more": True}
+    starting = channel.request("run.start", **fields)
+    starting.feed([diff])
     recording = environments.record(channel, target, order.run_id, order.environment)
     # In this order, so that the first failure told is the first cause.
     try:

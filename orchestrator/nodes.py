@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from orchestrator.channel import AgentChannel
 from orchestrator.errors import DflashctlError, RefusedError
 from orchestrator.fleet import Fleet
 from orchestrator.launch import Order, Started
+from orchestrator.reconnect import reconnecting
 from orchestrator.release import Release
 from orchestrator.request import Request
 from orchestrator.target import Target
@@ -215,9 +217,12 @@ def _start(
 
 def _take_back(fleet: Fleet, node: Started, notice: Notice) -> None:
     notice(f"{node.target.name}: stopping {node.run_id}, because another node did not start")
-    try:
-        channel = fleet.container(node.target)
+
+    def stop(channel: AgentChannel) -> None:
         channel.call("run.stop", run_id=node.run_id, grace_s=GRACE_S, who=launching.whoami())
+
+    try:
+        reconnecting(fleet, partial(fleet.container, node.target), stop, notice)
     except DflashctlError as error:
         notice(f"{error.where}: {error.what}; stop it by hand: dflashctl stop {node.run_id}")
 

@@ -18,7 +18,9 @@ from orchestrator import snapshot
 from orchestrator.channel import AgentChannel
 from orchestrator.digests import DigestCache
 from orchestrator.errors import TransferError, UsageError
+from orchestrator.fleet import Fleet
 from orchestrator.paths import LaptopPaths
+from orchestrator.reconnect import Notice, reconnecting
 from orchestrator.request import Request
 from orchestrator.snapshot import Found, GitState, Root
 
@@ -140,6 +142,28 @@ def _refuse_other_trainer(entries: list[Entry]) -> None:
 
 
 # Sending
+
+
+def push(
+    fleet: Fleet,
+    channels: Callable[[], AgentChannel],
+    release: Release,
+    *,
+    notice: Notice,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Bring a release into a container; after a cut only what is still missing travels.
+
+    :raises UnreachableError: the link stays away; what was there before is untouched.
+    """
+
+    def once(channel: AgentChannel) -> dict[str, Any]:
+        blobs, commit = Push(channel, release, progress).send()
+        for request in blobs:
+            request.result()
+        return commit.result()
+
+    return reconnecting(fleet, channels, once, notice)
 
 
 class Push:

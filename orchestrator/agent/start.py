@@ -39,6 +39,8 @@ def start(request: Request) -> dict[str, Any]:
     paths = request.paths.run(run_id)
     record, plan = _plan(request, paths)
     link = request.get("log_link", str)
+    # Before the lock: whoever is cut off in the middle must not hold up others' starts.
+    diff = request.read_input(64 << 20)
     make_private(request.paths.runs)
     with locked(f"{request.paths.runs}/.lock"):
         already = os.path.isdir(paths.root)
@@ -49,7 +51,7 @@ def start(request: Request) -> dict[str, Any]:
                 _refuse_second(request, record)
             if link:
                 _check_link(link)
-            _make_folder(request, paths, record, plan)
+            _make_folder(request, paths, record, plan, diff)
         if not os.path.exists(paths.supervisor):
             _begin(request, paths, plan)
             supervisor = _await_supervisor(paths)
@@ -219,7 +221,7 @@ def _refuse_second(request: Request, record: dict[str, Any]) -> None:
 
 
 def _make_folder(
-    request: Request, paths: RunPaths, record: dict[str, Any], plan: dict[str, Any]
+    request: Request, paths: RunPaths, record: dict[str, Any], plan: dict[str, Any], diff: bytes
 ) -> None:
     """All of it beside, then one rename: a folder under its own name is always whole."""
     staging = f"{request.paths.runs}/.start-{paths.run_id}"
@@ -233,7 +235,6 @@ def _make_folder(
         beside = RunPaths(staging)
         write_record(beside.record, record, durable=False)
         write_record(beside.start, plan, durable=False)
-        diff = request.read_input(64 << 20)
         if diff:
             write_bytes(beside.dirty_diff, diff, durable=False)
         os.rename(staging, paths.root)

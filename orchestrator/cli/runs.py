@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from orchestrator import lease
 from orchestrator.audit import audited
+from orchestrator.channel import AgentChannel
 from orchestrator.cli import output
 from orchestrator.cli.options import (
     CtOption,
@@ -20,6 +22,7 @@ from orchestrator.cli.options import (
 from orchestrator.cli.session import Session, open_session
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UsageError
 from orchestrator.launch import whoami
+from orchestrator.reconnect import reconnecting
 from orchestrator.run import Asked, RunRef, RunSummary, ask_all, seconds
 from orchestrator.target import everything
 from trainer.telemetry import compact, duration
@@ -184,7 +187,7 @@ def stop(
         for ref in session.runs(runs, host, ct):
             try:
                 with audited(session.fleet, ref.target, "stop", output.notice, run_id=ref.run_id):
-                    run_id = _stop(session.fleet.container(ref.target), ref, fields, as_json)
+                    run_id = _stop(session, ref, fields, as_json)
                     _give_back(session, ref, run_id)
             except DflashctlError as error:
                 # The others are stopped all the same.
@@ -202,14 +205,29 @@ def _give_back(session: Session, ref: RunRef, run_id: str) -> None:
         output.notice(f"{error.where}: leases were not given back: {error.what}")
 
 
-def _stop(channel: Any, ref: RunRef, fields: dict[str, Any], as_json: bool) -> str:
-    """Stop it and say how it ended; its id."""
-    run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
-    request = channel.request("run.stop", run_id=run_id, who=whoami(), **fields)
-    for head, _ in request.frames():
-        if "signal" in head and not as_json:
-            output.notice(f"{run_id}: sent SIG{head['signal']}, {head.get('left')} processes left")
-    answer = request.result()
+def _stop(session: Session, ref: RunRef, fields: dict[str, Any], as_json: bool) -> str:
+    """Stop it and say how it ended; its id. After a cut it is asked for again."""
+    run_id = ref.run_id
+    asked = 0
+
+    def ask(channel: AgentChannel) -> dict[str, Any]:
+        nonlocal run_id, asked
+        # Fixed once: after a reconnect "the newest" may be another run.
+        run_id = run_id or str(channel.call("run.status", lines=0)["run_id"])
+        asked += 1
+        request = channel.request("run.stop", run_id=run_id, who=whoami(), **fields)
+        for head, _ in request.frames():
+            if "signal" in head and not as_json:
+                left = head.get("left")
+                output.notice(f"{run_id}: sent SIG{head['signal']}, {left} processes left")
+        return request.result()
+
+    channels = partial(session.fleet.container, ref.target)
+    answer = reconnecting(session.fleet, channels, ask, output.notice)
+    if asked > 1 and answer["state"] == "stopped":
+        # By our first request, whose answer was lost.
+        answer["already"] = False
+    assert run_id is not None
     if as_json:
         place = {"run_id": run_id, "host": ref.target.host.name, "ct": ref.target.ct}
         output.emit({**place, **answer})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,6 @@ from orchestrator.cli.options import (
 )
 from orchestrator.cli.session import open_session
 from orchestrator.laptop_path import laptop_path, working_folder
-from orchestrator.release import Push
 from orchestrator.run import RunRef
 
 
@@ -39,7 +39,7 @@ def push(
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Push the code as an immutable release; start nothing."""
+    """Push the code as an immutable release; start nothing. Goes on after a cut."""
     with open_session(inventory) as session:
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         release = releases.build(snapshot.find_root(code, working_folder()), session.laptop)
@@ -57,10 +57,13 @@ def push(
             facts = {"release": release.id}
             try:
                 with audited(session.fleet, target, "push", output.notice, **facts):
-                    blobs, commit = Push(session.fleet.container(target), release, meter).send()
-                    for request in blobs:
-                        request.result()
-                    answer = commit.result()
+                    answer = releases.push(
+                        session.fleet,
+                        partial(session.fleet.container, target),
+                        release,
+                        notice=output.notice,
+                        progress=meter,
+                    )
             finally:
                 meter.close()
             if as_json:

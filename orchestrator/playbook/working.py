@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from orchestrator import launch as launching
@@ -17,7 +18,7 @@ from orchestrator.launch import Order, Started
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
 from orchestrator.playbook.stage import Stage, counted, place
-from orchestrator.release import Push, Release
+from orchestrator.release import Release
 from orchestrator.run import RunRef, new_run_id
 from orchestrator.target import Target
 from orchestrator.watch import Report, Watch
@@ -31,12 +32,12 @@ RESUME_VARIABLE = "DFLASH_RESUME"
 def push(stage: Stage, action: actions.Push) -> Done:
     stage.code = action.code
     release = stage.release(action.code, action.config)
-    for target, channel in stage.each():
+    for target in stage.targets:
         with stage.audited(target, "push", release=release.id):
-            blobs, commit = Push(channel, release, None).send()
-            for request in blobs:
-                request.result()
-            stage.pushed[target.name] = str(commit.result()["path"])
+            answer = releases.push(
+                stage.fleet, partial(stage.channel, target), release, notice=stage.notice
+            )
+            stage.pushed[target.name] = str(answer["path"])
     return Done(
         f"{release.id}, {counted(release.files, 'file')}",
         {"release": release.id, "files": release.files},

@@ -1,0 +1,45 @@
+"""Work that may be asked for again: a link lost under it is made anew, and all of it is repeated.
+
+Only for what does no harm twice: a start under its run id, a push, a stop. Reading a log and
+pulling files have an exact place to go on from, and loops of their own (``follow``, ``transfer``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import ConnectionLost, HostUnreachable
+from orchestrator.fleet import Fleet
+
+# A link that drops comes back within seconds; after 15 a person wants to know.
+RETRY_S = (1.0, 2.0, 4.0, 8.0)
+
+Notice = Callable[[str], None]
+Done = TypeVar("Done")
+
+
+def reconnecting(
+    fleet: Fleet,
+    channels: Callable[[], AgentChannel],
+    work: Callable[[AgentChannel], Done],
+    notice: Notice,
+) -> Done:
+    """What ``work`` returns on a channel from ``channels``; each new attempt is told.
+
+    :raises UnreachableError: the first channel cannot be had, or the link stays away.
+    """
+    channel: AgentChannel | None = channels()
+    for pause in RETRY_S:
+        try:
+            channel = channel or channels()
+            return work(channel)
+        except (ConnectionLost, HostUnreachable) as error:
+            notice(f"{error.where}: {error.what}; trying again in {pause:.0f} s")
+        if channel is not None:
+            fleet.drop(channel)
+            channel = None
+        time.sleep(pause)
+    return work(channels())
