@@ -11,6 +11,7 @@ import sys
 def main() -> None:
     """Run a verb; one message and the design's exit code for whatever fails."""
     try:
+        _take_utf8()
         from orchestrator.cli import interrupt
 
         interrupt.leave_at_once()
@@ -55,6 +56,19 @@ def _run(words: list[str]) -> None:
         # What waits in the buffer would fail once more when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
+
+
+def _take_utf8() -> None:
+    """Begin again in UTF-8 mode where the locale has none and Python was kept from helping itself.
+
+    With an ASCII file system encoding ``ünï`` is another name than on everybody else's laptop, and
+    what comes out of a container under that name cannot be written.
+    """
+    if sys.getfilesystemencoding().lower() in ("utf-8", "utf8") or not sys.orig_argv:
+        return
+    # What is shown stays what the terminal can show.
+    os.environ.setdefault("PYTHONIOENCODING", f"{getattr(sys.stdout, 'encoding', None) or 'ascii'}")
+    os.execv(sys.executable, [sys.orig_argv[0], "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def _prepare_streams() -> None:
