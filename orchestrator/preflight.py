@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.errors import DflashctlError, RefusedError
 from orchestrator.target import Target
+from trainer.telemetry import duration
 
 # A run without these cannot work or would leave nothing behind; the others are told and no more.
 REQUIRED = frozenset({"python", "modules", "tmux", "disk", "workdir", "gpu"})
+CLOCK_S = 60.0
+"""Ages are reckoned on one clock; but the dates in logs and records are what two clocks say."""
 MODULES = ("torch", "transformers", "pydantic")
 """What the trainer needs inside the container."""
 
@@ -61,9 +65,15 @@ def request_fields(target: Target, modules: tuple[str, ...], size: int | None) -
     }
 
 
-def read(answer: dict[str, Any], target: Target) -> list[Check]:
-    """Each check of the agent's answer, the failed required ones first."""
-    checks = [_check(name, value, target) for name, value in answer["checks"].items()]
+def read(answer: dict[str, Any], target: Target, now: float | None = None) -> list[Check]:
+    """Each check of the agent's answer, the failed required ones first.
+
+    :param now: this machine's time; default: when it is asked.
+    """
+    found = dict(answer["checks"])
+    if "clock" in found:
+        found["clock"] = _compared(found["clock"], time.time() if now is None else now)
+    checks = [_check(name, value, target) for name, value in found.items()]
     return sorted(checks, key=lambda check: (check.ok, not check.required, check.name))
 
 
@@ -91,6 +101,16 @@ def _check(name: str, found: dict[str, Any], target: Target) -> Check:
         python=target.settings.python, missing=missing, ct=target.ct
     )
     return Check(name, ok, name in REQUIRED, text or "none", "" if ok else step)
+
+
+def _compared(clock: dict[str, Any], now: float) -> dict[str, Any]:
+    """The container's clock against this machine's."""
+    theirs = (clock.get("value") or {}).get("time")
+    if not isinstance(theirs, (int, float)) or abs(theirs - now) < CLOCK_S:
+        return clock
+    side = "ahead of" if theirs > now else "behind"
+    text = f"its clock is {duration(abs(theirs - now))} {side} this machine's"
+    return {**clock, "ok": False, "error": text}
 
 
 # Fields of the agent's answers that are bytes.
