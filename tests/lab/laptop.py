@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pty
@@ -63,6 +64,40 @@ class Cli:
         done = self(*words[:at], "--json", *words[at:], cwd=cwd, code=code)
         found: dict[str, Any] = json.loads(done.stdout)
         return found
+
+    def raw(
+        self, *words: str | Path, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run to the end; its output as bytes."""
+        return subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", *map(str, words)],
+            cwd=cwd or self.home,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+
+
+def own_lines(text: str) -> list[str]:
+    """The run's own, without the supervisor's."""
+    return [line for line in text.splitlines() if not line.startswith("[dflashctl]")]
+
+
+def tree(folder: Path) -> dict[str, tuple[str, int]]:
+    """Path → content's hash (or link target) and executable bit, for everything below."""
+    found = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = (str(path.readlink()), 0)
+        elif path.is_file():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[name] = (digest, path.stat().st_mode & 0o100)
+        elif not any(path.iterdir()):
+            found[name] = ("empty folder", 0)
+    return found
 
 
 class Terminal:

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import random
 from pathlib import Path
 
 import pytest
-from laptop import Cli
+from laptop import Cli, tree
 
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
-
-
-def tree(folder: Path) -> dict[str, tuple[str, int]]:
-    """Path → content's hash (or link target) and executable bit, for everything below."""
-    found = {}
-    for path in folder.rglob("*"):
-        name = str(path.relative_to(folder))
-        if path.is_symlink():
-            found[name] = (str(path.readlink()), 0)
-        elif path.is_file():
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            found[name] = (digest, path.stat().st_mode & 0o100)
-        elif not any(path.iterdir()):
-            found[name] = ("empty folder", 0)
-    return found
 
 
 @pytest.fixture
@@ -58,21 +41,6 @@ def test_only_what_is_missing_travels(cli: Cli, proxied: Proxy, code: Path) -> N
     before = proxied.traffic()["up"]
     cli("push", "lab-201", cwd=code, code=0)
     assert 50_000 < proxied.traffic()["up"] - before < 80_000
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_push_that_is_cut_leaves_what_was_there(
-    cli: Cli, lab: Lab, proxied: Proxy, code: Path, seed: int
-) -> None:
-    dice = random.Random(seed)
-    (code / "blob").write_bytes(dice.randbytes(2_000_000))
-    before = set(os.listdir(lab.files(201) / "workspace/dflashctl/releases"))
-    proxied.cut_after(dice.randrange(5_000, 1_500_000), "up")
-    done = cli("push", "lab-201", cwd=code, code=3)
-    assert "next: " in done.stderr
-    after = set(os.listdir(lab.files(201) / "workspace/dflashctl/releases"))
-    assert {name for name in after - before if not name.startswith(".")} == set()
-    cli("push", "lab-201", cwd=code, code=0)
 
 
 @pytest.fixture
@@ -119,23 +87,6 @@ def test_one_path_alone(cli: Cli, lab: Lab, run_id: str, tmp_path: Path) -> None
     cli("pull", run_id, "--path", "/etc/hostname", "--to", tmp_path / "h", code=0)
     assert (tmp_path / "h/hostname").exists()
     assert "/no/such" in cli("pull", run_id, "--path", "/no/such", code=5).stderr
-
-
-@pytest.mark.parametrize("at", [200_000, 1_700_000, 2_900_000])
-def test_a_pull_that_is_cut_goes_on_where_it_was(
-    cli: Cli, lab: Lab, proxied: Proxy, run_id: str, tmp_path: Path, at: int
-) -> None:
-    before = proxied.traffic()["down"]
-    proxied.cut_after(at, "down")
-    out = tmp_path / "out"
-    path = "checkpoints/step-2"
-    done = cli("pull", run_id, "--path", path, "--to", out, code=0)
-    assert "going on in" in done.stderr
-    assert (out / "weights").read_bytes() == (
-        lab.files(201) / f"workspace/dflashctl/runs/{run_id}/{path}/weights"
-    ).read_bytes()
-    # What had arrived was not fetched again (a window may have been on its way).
-    assert proxied.traffic()["down"] - before < 3_000_000 + at + 400_000
 
 
 def test_a_run_that_writes_all_the_time_is_pulled_all_the_same(

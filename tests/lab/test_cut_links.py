@@ -1,0 +1,241 @@
+"""A link that is cut at any moment of any verb: nothing is lost, nothing done twice, all is told.
+
+Every kind runs a few seeds here and twenty in the soak.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_peer import seeds
+from laptop import Cli, own_lines, tree
+
+from orchestrator.lab import Lab
+from orchestrator.lab.proxy import Direction, Proxy
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
+
+CT = "lab-201"
+# Connecting and starting the agent take some 6 kB each way.
+DOOR = 3_000
+
+
+def cut(proxied: Proxy, dice: random.Random, up: int, down: int) -> None:
+    """After so many bytes at most, in a direction that the dice choose."""
+    direction: Direction = dice.choice(["up", "down"])  # type: ignore[assignment]
+    proxied.cut_after(dice.randrange(DOOR, up if direction == "up" else down), direction)
+
+
+def over(proxied: Proxy) -> None:
+    """A cut that is still waiting for its last bytes must not meet what comes after."""
+    proxied.cut()
+
+
+def told(err: str) -> bool:
+    """A link that was lost is made again where everybody can see it."""
+    return "trying again in" in err or "going on in" in err
+
+
+def processes(lab: Lab, words: str) -> int:
+    line = f"ps axww | grep -c '[{words[0]}]{words[1:]}' || true"
+    return int(lab.pct("exec", 201, "--", "sh", "-c", line))
+
+
+@pytest.mark.parametrize("seed", seeds(2, 20))
+def test_a_push_goes_on_and_is_whole(
+    cli: Cli, lab: Lab, proxied: Proxy, code: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    for n in range(20):
+        (code / f"file{n}").write_bytes(dice.randbytes(100_000))
+    releases = lab.files(201) / "workspace/dflashctl/releases"
+    before = set(os.listdir(releases)) if releases.exists() else set()
+    cut(proxied, dice, 2_200_000, 12_000)
+    done = cli("push", CT, cwd=code)
+    over(proxied)
+    made = {name for name in set(os.listdir(releases)) - before if not name.startswith(".b")}
+    if done.returncode == 3:
+        # The door itself was never reached: that is told at once, and nothing is there.
+        assert not made and "next: " in done.stderr
+        return
+    assert done.returncode == 0
+    answer = cli.json("push", CT, cwd=code)
+    assert answer["existing"], "the first push made it, whole"
+    assert {name.split(".")[0] for name in made} == {answer["release"]}
+    assert tree(lab.files(201) / answer["path"].lstrip("/")) == tree(code)
+
+
+@pytest.mark.parametrize("seed", seeds(4, 20))
+def test_a_launch_never_starts_two(
+    cli: Cli, lab: Lab, proxied: Proxy, code: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    (code / "blob").write_bytes(dice.randbytes(300_000))
+    cut(proxied, dice, 400_000, 14_000)
+    name = f"cut{seed}"
+    done = cli("launch", CT, "--name", name, "--", "sleep", "3030", cwd=code)
+    over(proxied)
+    runs = [r for r in cli.json("ps", CT, "--all")["runs"] if r["name"] == name]
+    if done.returncode == 0:
+        assert [run["run_id"] for run in runs] == [done.stdout.splitlines()[0]]
+    else:
+        assert done.returncode == 3 and not runs
+    assert processes(lab, "sleep 3030") == len(runs)
+
+
+@pytest.mark.parametrize("seed", seeds(2, 20))
+def test_a_tail_has_every_line_once(cli: Cli, proxied: Proxy, code: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    script = "for i in $(seq 2000); do echo line $i; [ $((i % 200)) -gt 0 ] || sleep 0.2; done\n"
+    (code / "start_training.sh").write_text(script)
+    cli("launch", CT, cwd=code, code=0)
+    cut(proxied, dice, 9_000, 60_000)
+    done = cli("tail", "-n", "100000")
+    over(proxied)
+    if done.returncode == 3:
+        assert done.stdout == ""
+        done = cli("tail", "-n", "100000", code=0)
+    assert done.returncode == 0
+    assert own_lines(done.stdout) == [f"line {i}" for i in range(1, 2001)]
+
+
+@pytest.mark.parametrize("seed", seeds(2, 20))
+def test_a_stop_stops_once_and_keeps_the_last_lines(
+    cli: Cli, lab: Lab, proxied: Proxy, code: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    (code / "start_training.sh").write_text(
+        "trap 'echo saving; sleep 1; echo saved; exit 130' INT\necho on\n"
+        "while :; do sleep 0.1; done\n"
+    )
+    run_id = cli.json("launch", CT, cwd=code)["run_id"]
+    cut(proxied, dice, 9_000, 9_000)
+    done = cli("stop", run_id)
+    over(proxied)
+    if done.returncode == 3:
+        cli("stop", run_id, code=0)
+    else:
+        assert done.returncode == 0
+        assert "saved" in done.stdout and f"{run_id} stopped" in done.stdout
+    found = cli.json("status", run_id)
+    assert (found["state"], found["exit_code"]) == ("stopped", 130)
+    log = cli("tail", run_id, "-F", "-n", "100", code=0).stdout.split()
+    assert log.count("saving") == log.count("saved") == 1
+
+
+@pytest.fixture(scope="module")
+def weights() -> bytes:
+    return random.Random(0).randbytes(3_000_000)
+
+
+@pytest.fixture
+def checkpoint(cli: Cli, lab: Lab, weights: bytes, code: Path) -> str:
+    """A finished run with one checkpoint of 3 MB."""
+    (code / "start_training.sh").write_text("mkdir $DFLASH_RUN_DIR/checkpoints/step-1\n")
+    run_id = cli("launch", CT, "--wait", cwd=code, code=0).stdout.splitlines()[0]
+    folder = lab.files(201) / f"workspace/dflashctl/runs/{run_id}/checkpoints/step-1"
+    (folder / "weights").write_bytes(weights)
+    return run_id
+
+
+@pytest.mark.parametrize("seed", seeds(3, 20))
+def test_a_pull_goes_on_where_it_was(
+    cli: Cli, proxied: Proxy, checkpoint: str, weights: bytes, tmp_path: Path, seed: int
+) -> None:
+    at = random.Random(seed).randrange(20_000, 2_990_000)
+    before = proxied.traffic()["down"]
+    proxied.cut_after(at, "down")
+    out = tmp_path / "out"
+    done = cli("pull", checkpoint, "--path", "checkpoints/step-1", "--to", out, code=0)
+    assert told(done.stderr)
+    assert (out / "weights").read_bytes() == weights
+    # What had arrived was not fetched again (a window may have been on its way).
+    assert proxied.traffic()["down"] - before < 3_000_000 + at + 400_000
+
+
+# The far side
+
+
+class Axe(threading.Thread):
+    """Kills the server's side of every connection once, a moment after it was made."""
+
+    def __init__(self, lab: Lab, after: float) -> None:
+        super().__init__(daemon=True)
+        self.lab = lab
+        self.after = after
+        self.victims: list[int] = []
+        self.before = set(lab.sessions())
+
+    def run(self) -> None:
+        until = time.monotonic() + 30
+        while not set(self.lab.sessions()) - self.before and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(self.after)
+        self.victims = sorted(set(self.lab.sessions()) - self.before)
+        for pid in self.victims:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def axe(lab: Lab) -> Iterator[type[Axe]]:
+    yield Axe
+
+
+@pytest.mark.parametrize("seed", seeds(2, 20))
+def test_sshds_session_killed_under_a_launch_that_follows(
+    cli: Cli, lab: Lab, code: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    script = "for i in $(seq 60); do echo line $i; sleep 0.05; done\n"
+    (code / "start_training.sh").write_text(script)
+    name = f"axe{seed}"
+    killer = Axe(lab, dice.uniform(0.0, 4.0))
+    killer.start()
+    done = cli("launch", CT, "--name", name, "--follow", cwd=code)
+    killer.join()
+    runs = [r for r in cli.json("ps", CT, "--all")["runs"] if r["name"] == name]
+    if done.returncode == 3:
+        # Killed before a channel was there.
+        assert not runs and killer.victims
+        return
+    assert done.returncode == 0, done.stderr
+    assert [run["state"] for run in runs] == ["finished"]
+    assert own_lines(done.stdout)[-60:] == [f"line {i}" for i in range(1, 61)]
+    assert done.stdout.count("line 1\n") == 1
+
+
+# The laptop
+
+
+@pytest.mark.parametrize("seed", seeds(1, 20))
+def test_a_laptop_that_dies_during_a_launch_leaves_one_run_or_none(
+    cli: Cli, lab: Lab, code: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    (code / "blob").write_bytes(dice.randbytes(3_000_000))
+    name = f"dies{seed}"
+    process = cli.start("launch", CT, "--name", name, "--", "sleep", "3131", cwd=code)
+    time.sleep(dice.uniform(0.4, 2.0))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    # What it had asked for may still come about; the agent leaves with its input.
+    until = time.monotonic() + 20
+    while processes(lab, "DFLASH1") and time.monotonic() < until:
+        time.sleep(0.1)
+    assert processes(lab, "DFLASH1") == 0
+    runs = [r for r in cli.json("ps", CT, "--all")["runs"] if r["name"] == name]
+    assert len(runs) <= 1
+    assert processes(lab, "sleep 3131") == len(runs)
+    half = lab.pct("exec", 201, "--", "sh", "-c", "ls -A /workspace/dflashctl/runs")
+    assert ".start-" not in half
+    again = cli("launch", CT, "--name", name, "--", "true", cwd=code)
+    # A run that lives there is named; else nothing is in the way.
+    assert again.returncode == (4 if runs else 0), again.stderr
+    assert not runs or runs[0]["run_id"] in again.stderr
