@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from measure import Figures, figure, settle, watch_part
 from torch import Tensor
 from walk import yields
@@ -52,6 +53,8 @@ CODE = "Complete this Python function:\n"
 """How HumanEval's prompts are put, and how a part of the self-made ones begin. None of HumanEval
 itself is trained on."""
 NEW_TOKENS = 192
+TABLE_BYTES = 100e9
+"""Of kept features, at most; a token has 5,760 for five taps of 576 in bfloat16."""
 
 BASE: dict[str, Any] = {
     "drafter": {"num_layers": 5, "block_size": 16},
@@ -81,8 +84,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rows32": {"optimization": {"rows": 32}},
     "rows128": {"optimization": {"rows": 128}},
     "anchors64": {"data": {"anchors": 64}, "optimization": {"rows": 32}},
-    "layers3": {"drafter": {"num_layers": 3}},
-    "layers8": {"drafter": {"num_layers": 8}},
+    "layers3": {"drafter": {"num_layers": 3, "target_layer_ids": [1, 8, 14, 20, 27]}},
+    "layers8": {"drafter": {"num_layers": 8, "target_layer_ids": [1, 8, 14, 20, 27]}},
     "wide": {"drafter": {"intermediate_size": 3072}},
     "fp8": {"optimization": {"fp8": "head"}},
     "plain": {},
@@ -119,7 +122,7 @@ def tree(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
             "folder": str(options.folder / "data"),
             "sequence_length": 96 if options.tiny else 384,
             "held_out": 0.2 if options.tiny else 0.01,
-            "cache_features": True,
+            "cache_features": keeps(options.folder / "data"),
         },
         "optimization": {"steps": 1000},
         "pipeline": {"cuda_graph": True},
@@ -131,6 +134,26 @@ def tree(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
         small = {"data": {"anchors": 4}, "optimization": {"rows": 2}}
         small["drafter"] = {"num_layers": 1, "block_size": 4}
     return merged(merged(merged(found, BASE), RECIPES[recipe]), small)
+
+
+def keeps(data: Path) -> bool:
+    """Whether the features of all samples fit on the device."""
+    report = data / "report.json"
+    if not report.exists():
+        return True
+    tokens: int = json.loads(report.read_text(encoding="utf-8"))["train"]["tokens"]
+    return tokens * 5760 < TABLE_BYTES
+
+
+def print_config(options: argparse.Namespace) -> None:
+    """A recipe as a config file for `python -m trainer train`."""
+    found = tree(options, options.print)
+    found["data"] |= {"folder": "data", "cache_features": True}
+    found["optimization"]["steps"] = options.steps
+    found["folder"] = "run"
+    found["checkpoint"]["every"] = options.steps
+    found["evaluation"] = {"count": options.prompts, "max_new_tokens": options.new_tokens}
+    print(yaml.safe_dump(found, sort_keys=False), end="")
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -408,6 +431,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("quality"), help="data and results")
     parser.add_argument("--recipes", default="base", help="with commas")
     parser.add_argument("--list", action="store_true", help="print the recipes and leave")
+    parser.add_argument("--print", metavar="RECIPE", help="as a config file, and leave")
+    parser.add_argument("--steps", type=int, default=8000, help="in the printed config (8000)")
     parser.add_argument("--seconds", type=float, default=200, help="of training (200)")
     parser.add_argument("--limit", type=float, default=560, help="of all of it (560)")
     parser.add_argument("--prompts", type=int, default=40, help="of each kind (40)")
@@ -425,6 +450,9 @@ def parse() -> argparse.Namespace:
             print(f"{name:14} {json.dumps(changes)}")
         raise SystemExit
     options.folder = options.folder.absolute()
+    if options.print:
+        print_config(options)
+        raise SystemExit
     options.recipes = options.recipes.split(",")
     unknown = [name for name in options.recipes if name not in RECIPES]
     if unknown:

@@ -175,3 +175,84 @@ def test_fp8_head_keeps_loss_and_gradient_near_the_reference() -> None:
     found = run(fast_head_loss(torch.device("cuda"), head, "fp8"))
     assert away(found[0], wanted[0]) < 1e-3
     assert away(found[1], wanted[1]) < 0.05
+
+
+def test_a_recorded_step_with_compiled_parts_equals_the_plain_one() -> None:
+    """Kernels, compile lock, fused optimizer, three steps of new batches: graph against launches."""
+    from pathlib import Path
+
+    from tiny_target import run_config
+
+    from trainer.compile_lock import CompileLock
+    from trainer.config import parse_config
+    from trainer.replica import DrafterReplica
+
+    device = torch.device("cuda")
+    config = DrafterConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=1_000,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=1024,
+        block_size=8,
+        mask_token_id=999,
+        target_layer_ids=(1, 2),
+        num_target_layers=6,
+        target_hidden_size=256,
+        layer_types=(FULL, FULL),
+    )
+    length, blocks = 384, 32
+    torch.manual_seed(0)
+    embedding = torch.randn(1000, 256, device=device).bfloat16()
+    frozen = FrozenTarget(embedding, embedding * 0.1)
+
+    def batch(seed: int) -> tuple[Batch, Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        places = torch.rand(2, length - 1, generator=random)
+        made = Batch(
+            tokens=torch.randint(0, 999, (2, length), generator=random),
+            document=torch.zeros(2, length, dtype=torch.int32),
+            position=torch.arange(length).expand(2, -1).contiguous(),
+            supervised=torch.ones(2, length, dtype=torch.bool),
+            anchors=places.argsort(1)[:, :blocks].sort(1).values,
+            anchor_valid=torch.ones(2, blocks, dtype=torch.bool),
+            sample_ids=((seed,), (seed,)),
+        )
+        return made, torch.randn(2, length, 512, generator=random).to(device).bfloat16()
+
+    def train(cuda_graph: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        tree = run_config(Path("/x"), pipeline={"cuda_graph": cuda_graph})
+        lock = CompileLock()
+        replica = DrafterReplica(
+            parse_config(tree, source="t", base=Path("/")),
+            config,
+            frozen,
+            20,
+            device,
+            head_loss=fast_head_loss(device),
+            compile_=lock.compile,
+            backward=lock.backward,
+        )
+        with lock.thread():
+            replica.accumulate(*batch(0))
+            replica.discard()
+            lock.end_warm_up()
+            found = []
+            for step in range(3):
+                sums = replica.accumulate(*batch(step + 1))
+                found.append(torch.cat((sums, replica.update(step, sums)[None])))
+        assert lock.stats().recompiles == 0
+        lock.close()
+        return found, replica.state()["master"]
+
+    plain, wanted = train(False)
+    recorded, weights = train(True)
+    for one, other in zip(recorded, plain, strict=True):
+        assert away(one, other) < 1e-2
+    for name, value in wanted.items():
+        assert away(weights[name], value) < 1e-2, name

@@ -203,7 +203,7 @@ class SlotDecoder:
         self._place += self._active
         self._made.scatter_(1, self._place[:, None], chosen[:, None])
         self._token.copy_(chosen)
-        ended = torch.isin(chosen, self.stop) | (self._place >= self._last)
+        ended = (chosen[:, None] == self.stop).any(-1) | (self._place >= self._last)
         self._active &= ~ended
 
     def _draw(self, logits: Tensor) -> Tensor:
