@@ -153,7 +153,7 @@ class Fleet:
 
         :raises UnreachableError: the host cannot be reached.
         """
-        return KEPT if self._carrier(host) is None else RELAYS
+        return KEPT if self.carrier(host) is None else RELAYS
 
     def container(self, target: Target) -> AgentChannel:
         """A new channel to the agent in a container. Requests may be sent at once.
@@ -164,7 +164,7 @@ class Fleet:
         place = f"{host.address}:{host.settings.port or ''}/{target.ct}"
         open_channel = partial(self._adopt, workdir=workdir, place=place, ct=target.ct)
         connection = self.connection(host)
-        carrier = self._carrier(host)
+        carrier = self.carrier(host)
         if carrier is None:
             return open_channel(_Owner(host, connection), connection.session(agent_argv(target)))
         places = self._shared[host].places
@@ -219,7 +219,7 @@ class Fleet:
         for host in hosts:
             host.close()
 
-    def _carrier(self, host: HostTarget) -> AgentChannel | None:
+    def carrier(self, host: HostTarget) -> AgentChannel | None:
         """The host's agent, where containers are reached through it and it can run."""
         if host not in self._crowded:
             return None

@@ -7,13 +7,14 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from orchestrator.errors import DflashctlError, RunNotFound, UnreachableError, UsageError
 from orchestrator.fleet import Fleet
+from orchestrator.gpu_use import Cards, Looks
 from orchestrator.inventory import NAME, Inventory
 from orchestrator.state import LaptopState
 from orchestrator.target import RUN_ID, Target, everything, resolve
@@ -119,10 +120,16 @@ class Asked:
     target: Target
     runs: tuple[RunSummary, ...] = ()
     error: DflashctlError | None = None
+    cards: Cards = field(default_factory=dict)
+    """The GPUs of each run that lives, where they were asked for."""
 
 
-def ask_all(fleet: Fleet, targets: Sequence[Target], **fields: Any) -> Iterable[Asked]:
+def ask_all(
+    fleet: Fleet, targets: Sequence[Target], looks: Looks | None = None, **fields: Any
+) -> Iterable[Asked]:
     """``run.list`` of every container at once; answers in the order in which they come.
+
+    :param looks: ask for the runs' GPUs too.
 
     A host that does not answer is one late :class:`Asked` with its error; it holds up nobody.
     """
@@ -132,7 +139,7 @@ def ask_all(fleet: Fleet, targets: Sequence[Target], **fields: Any) -> Iterable[
         for host in dict.fromkeys(target.host for target in targets)
     }
     waiting: list[Future[Asked]] = [
-        pools[target.host].submit(_ask, fleet, target, fields) for target in targets
+        pools[target.host].submit(_ask, fleet, target, looks, fields) for target in targets
     ]
     try:
         for done in as_completed(waiting):
@@ -142,17 +149,20 @@ def ask_all(fleet: Fleet, targets: Sequence[Target], **fields: Any) -> Iterable[
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _ask(fleet: Fleet, target: Target, fields: dict[str, Any]) -> Asked:
+def _ask(fleet: Fleet, target: Target, looks: Looks | None, fields: dict[str, Any]) -> Asked:
     try:
         channel = fleet.container(target)
         try:
-            answer = channel.call("run.list", **fields)
+            listing = channel.request("run.list", **fields)
+            look = looks.begin(target, channel) if looks else None
+            runs = tuple(RunSummary.model_validate(run) for run in listing.result()["runs"])
+            cards = look.cards(runs) if look else {}
         finally:
             # Its place among the host's channels is wanted by the next container.
             channel.close()
     except DflashctlError as error:
         return Asked(target, error=error)
-    return Asked(target, tuple(RunSummary.model_validate(run) for run in answer["runs"]))
+    return Asked(target, runs, cards=cards)
 
 
 def choose(

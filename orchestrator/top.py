@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from orchestrator.alarm import Notice, Throughput, Watched
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
+from orchestrator.errors import ContainerNotRunning, DflashctlError
 from orchestrator.fleet import Fleet
+from orchestrator.gpu_use import Cards, Look, Looks, mean_use
 from orchestrator.run import RunSummary
 from orchestrator.target import Target
 from orchestrator.terminal_text import plain
@@ -57,7 +57,7 @@ class Row:
     run_id: str | None = None
     rates: list[float] = field(default_factory=list)
     gpu: float | None = None
-    """Mean utilization of the container's GPUs, in percent."""
+    """Mean utilization of its GPUs, in percent."""
 
     @property
     def is_live(self) -> bool:
@@ -170,7 +170,7 @@ class _Answer:
     target: Target
     runs: tuple[RunSummary, ...] = ()
     past: dict[str, list[StepLine]] = field(default_factory=dict)
-    gpu: float | None = None
+    cards: Cards = field(default_factory=dict)
     error: DflashctlError | None = None
 
 
@@ -186,6 +186,7 @@ class Board:
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._over = threading.Event()
         self._crowd = Counter(target.host for target in targets)
+        self._looks = Looks(fleet)
         fleet.expect(targets)
 
     def start(self) -> None:
@@ -241,7 +242,7 @@ class Board:
             elif run.step != (row.watched.summary.step if row.watched.summary else None):
                 row.rates = [*row.rates, run.tokens_per_s or 0.0][-SEED_LINES:]
             self._tell(row, row.watched.feed(run))
-            row.gpu = answer.gpu
+            row.gpu = mean_use(answer.cards.get(run.run_id, ()))
 
     def _new(self, where: str, run_id: str | None) -> Row:
         return Row(where, Watched(Throughput(drop=self._drop)), run_id)
@@ -266,7 +267,8 @@ class Board:
         while not self._over.is_set():
             try:
                 channel = channel or self._fleet.container(target)
-                self._answers.put(_ask(channel, target, seen))
+                look = self._looks.begin(target, channel)
+                self._answers.put(_ask(channel, target, look, seen))
                 misses, pause = 0, EVERY_S
                 if self._crowd[target.host] > self._fleet.room(target.host):
                     channel.close()
@@ -281,23 +283,10 @@ class Board:
             self._over.wait(pause)
 
 
-def _ask(channel: AgentChannel, target: Target, seen: set[str]) -> _Answer:
+def _ask(channel: AgentChannel, target: Target, look: Look, seen: set[str]) -> _Answer:
     listing = channel.request("run.list", limit=PER_CONTAINER)
-    cards = channel.request("gpu.processes")
     runs = tuple(RunSummary.model_validate(run) for run in listing.result()["runs"])
     fresh = [run.run_id for run in runs if run.run_id not in seen]
     past = {run_id: read_metrics(channel, run_id, SEED_LINES) for run_id in fresh}
     seen.update(fresh)
-    try:
-        gpu = mean_use(cards.result())
-    except UnreachableError:
-        # No nvidia-smi, or one that hangs, takes nothing from the rest.
-        gpu = None
-    return _Answer(target, runs, past, gpu)
-
-
-def mean_use(answer: dict[str, Any]) -> float | None:
-    """The mean utilization in the agent's ``gpu.processes``; None where there is no GPU."""
-    shares = [gpu.get("utilization") for gpu in answer.get("gpus") or []]
-    known = [float(share) for share in shares if isinstance(share, int | float)]
-    return sum(known) / len(known) if known else None
+    return _Answer(target, runs, past, look.cards(runs))

@@ -21,11 +21,18 @@ from orchestrator.cli.options import (
 )
 from orchestrator.cli.session import Session, open_session
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UsageError
+from orchestrator.gpu_use import Looks, mean_use
 from orchestrator.launch import whoami
 from orchestrator.reconnect import reconnecting
 from orchestrator.run import Asked, RunRef, RunSummary, ask_all, seconds
 from orchestrator.target import everything
 from trainer.telemetry import compact, duration
+
+# 80 in all, with a blank between them.
+COLUMNS = (
+    *(("RUN", 27), ("WHERE", 10), ("STATE", 10), ("STEP", 11), ("TOK/S", 6), ("ETA", 5)),
+    ("GPU", 5),
+)
 
 
 def ps(
@@ -53,11 +60,10 @@ def ps(
                 "the inventory is empty, and no container was named",
                 next_step="give --host H --ct N, or write ~/.config/dflashctl/inventory.yaml",
             )
-        table = output.Table(
-            ("RUN", 30), ("WHERE", 12), ("STATE", 11), ("STEP", 11), ("TOK/S", 7), ("ETA", 6)
-        )
+        table = output.Table(*COLUMNS)
         answers = []
-        for answer in ask_all(session.fleet, asked, **({} if every else {"limit": 5})):
+        fields: dict[str, Any] = {} if every else {"limit": 5}
+        for answer in ask_all(session.fleet, asked, Looks(session.fleet), **fields):
             answers.append(answer)
             if not as_json:
                 _rows(table, answer)
@@ -83,7 +89,15 @@ def _rows(table: output.Table, answer: Asked) -> None:
             f"{run.step}/{run.steps}" if run.step is not None else None,
             compact(run.tokens_per_s) if run.tokens_per_s and not run.is_over else None,
             duration(run.eta_s) if run.eta_s is not None and not run.is_over else None,
+            _gpus(answer.cards.get(run.run_id, [])),
         )
+
+
+def _gpus(cards: list[dict[str, Any]]) -> str | None:
+    """How many a run has, and how busy they are: ``2 97%``."""
+    use = mean_use(cards)
+    parts = [str(len(cards))] if cards else []
+    return " ".join([*parts, f"{use:.0f}%"] if use is not None else parts)
 
 
 def _silence(error: DflashctlError) -> str:
@@ -94,7 +108,11 @@ def _silence(error: DflashctlError) -> str:
 
 
 def _as_json(answers: list[Asked]) -> dict[str, Any]:
-    runs = [run.as_json(answer.target) for answer in answers for run in answer.runs]
+    runs = [
+        {**run.as_json(answer.target), "gpu_use": answer.cards.get(run.run_id, [])}
+        for answer in answers
+        for run in answer.runs
+    ]
     silent = [
         {
             "host": answer.target.host.name,

@@ -91,3 +91,18 @@ def test_a_gpu_that_is_not_there_is_refused(
     cli.inventory.write_text(yaml.safe_dump(known))
     refused = cli("launch", "lab-200", "--", "true", cwd=code, code=4)
     assert "GPU 7 is not visible here (2 are)" in refused.stderr
+
+
+def test_ps_shows_what_a_run_holds_by_the_host_or_by_its_container(
+    cli: Cli, code: Path, processes: Path
+) -> None:
+    run_id = cli.json("launch", "lab-201", "--", "sleep", "60", cwd=code)["run_id"]
+    # Of several containers the host is asked, of one that container itself.
+    for words in (("lab-200", "lab-201"), ("lab-201",)):
+        run = next(run for run in cli.json("ps", *words)["runs"] if run["run_id"] == run_id)
+        assert [card["uuid"] for card in run["gpu_use"]] == ["GPU-0000", "GPU-1111"]
+        lines = cli("ps", *words, code=0).stdout.splitlines()
+        assert next(line for line in lines if run_id in line).endswith(" 2 0%")
+        assert max(len(line) for line in lines) <= 80
+    cli("stop", run_id, code=0)
+    assert cli.json("ps", "lab-201")["runs"][0]["gpu_use"] == []

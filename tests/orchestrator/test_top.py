@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.alarm import Watched
 from orchestrator.errors import HostUnreachable
 from orchestrator.run import RunSummary
-from orchestrator.top import Row, column_widths, fit_run, frame, mean_use, sparkline
+from orchestrator.top import Row, column_widths, fit_run, frame, sparkline
 
 RUN = "nightly-20260101-120000-ab12"
 
@@ -105,8 +105,3 @@ def test_columns_fill_the_width_and_never_more(width: int) -> None:
 def test_a_shortened_run_id_keeps_its_end() -> None:
     assert fit_run(RUN, 20).endswith("-ab12")
     assert len(fit_run(RUN, 20)) == 20
-
-
-def test_gpu_use_is_the_mean_of_the_cards() -> None:
-    assert mean_use({"gpus": [{"utilization": 90}, {"utilization": 70}, {}]}) == 80
-    assert mean_use({"gpus": []}) is None
