@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orchestrator import fleet as fleets
-from orchestrator import lease, pct, preflight
+from orchestrator import lease, pct, preflight, trainer_check
 from orchestrator.channel import AgentChannel
 from orchestrator.environment import remote as environments
 from orchestrator.errors import (
@@ -232,7 +232,7 @@ def launch(
     def work(channel: AgentChannel) -> Started:
         nonlocal reached
         reached = True
-        return _attempt(fleet, channel, target, order, release, progress)
+        return _attempt(fleet, channel, target, order, release, notice, progress)
 
     try:
         return reconnecting(fleet, channels, work, notice)
@@ -250,6 +250,7 @@ def _attempt(
     target: Target,
     order: Order,
     release: Release | None,
+    notice: Notice,
     progress: Progress | None,
 ) -> Started:
     looking = channel.request("preflight", **preflight_fields(target, order, release))
@@ -270,7 +271,7 @@ def _attempt(
         for request in sent:
             request.result()
         release_path = sent[-1].result()["path"] if sent else None
-        check_config(channel, target, order, release_path)
+        trainer_check.check(channel, target, order.config, order.environment, release_path, notice)
     gpus = lease.wanted(seen["checks"], target)
     owner = {"user": whoami()}
     host = fleet.host(target.host) if gpus else None
@@ -300,37 +301,6 @@ def _attempt(
 def preflight_fields(target: Target, order: Order, release: Release | None) -> dict[str, Any]:
     modules = preflight.MODULES if order.config else ()
     return preflight.request_fields(target, modules, release.bytes if release else None)
-
-
-def check_config(
-    channel: AgentChannel, target: Target, order: Order, release_path: str | None
-) -> None:
-    """Let the trainer itself judge its config, before anything starts.
-
-    :raises UsageError: with the trainer's own message.
-    """
-    assert order.config is not None
-    argv = [target.settings.python, "-m", "trainer", "check", order.config]
-    environment = dict(order.environment)
-    request = channel.request("exec", command=argv, env=environment, cwd=release_path)
-    said = bytearray()
-    for head, payload in request.frames():
-        if head.get("stream") == "stderr":
-            said += payload
-    code = request.result()["exit_code"]
-    if code == 0:
-        return
-    # Libraries may have warned before the trainer's own message.
-    text = said.decode(errors="replace").strip().rpartition("error: ")[2]
-    what, _, step = text.partition("\n  next: ")
-    lines = what.splitlines()[-12:]
-    kind = UsageError if code == 2 else RefusedError
-    raise kind(
-        "\n    ".join(lines) or f"`trainer check` ended with exit code {code}",
-        next_step=step.strip() or f"correct {order.config}",
-        host=target.host.name,
-        ct=target.ct,
-    )
 
 
 # What --dry-run shows
@@ -364,7 +334,7 @@ def plan(target: Target, order: Order, release: Release | None) -> list[Step]:
         ]
         which = {"release": release.id}
     if order.config is not None:
-        argv = [target.settings.python, "-m", "trainer", "check", order.config]
+        argv = trainer_check.argv(target, order.config)
         steps.append(_agent("exec", {"command": argv}))
     steps.append(_agent("run.start", {**hidden.start_fields(target, release), **which}))
     return steps

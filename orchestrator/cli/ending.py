@@ -142,7 +142,7 @@ def _writer(
         return lambda follower, piece: None
     screen = LogScreen(
         sys.stdout.buffer,
-        terminal=sys.stdout.isatty(),
+        terminal=output.redraws(sys.stdout),
         colour=output.wants_colour(sys.stdout),
         prefix=prefix,
         grep=grep,

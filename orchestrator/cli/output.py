@@ -13,18 +13,22 @@ from orchestrator.agent.frames import finite
 from orchestrator.errors import DflashctlError
 from orchestrator.terminal_text import Stream, plain, shown
 
+CLEAR = "\r\x1b[K"
+"""Begins the line anew."""
+
 
 def fail(error: DflashctlError, *, as_json: bool) -> None:
     """One message: JSON on standard output, else words on standard error."""
     if as_json:
         print(json.dumps(error.as_dict()), flush=True)
     else:
-        _print(f"{paint('error:', '31;1', sys.stderr)} {error}", sys.stderr)
+        before = CLEAR if redraws(sys.stderr) else ""
+        _print(f"{paint('error:', '31;1', sys.stderr)} {error}", sys.stderr, before)
 
 
 def notice(text: str) -> None:
-    """Something worth knowing that is not the verb's answer."""
-    _print(f"dflashctl: {text}", sys.stderr)
+    """Something worth knowing that is not the verb's answer. A meter's line gives way to it."""
+    _print(f"dflashctl: {text}", sys.stderr, before=CLEAR if redraws(sys.stderr) else "")
 
 
 def emit(data: dict[str, Any]) -> None:
@@ -41,15 +45,19 @@ def say(text: str) -> None:
     _print(text, sys.stdout)
 
 
-def _print(text: str, stream: TextIO) -> None:
+def _print(text: str, stream: TextIO, before: str = "") -> None:
     """Whatever came from a container or a file name steers no terminal."""
-    print(shown(text, colour=wants_colour(stream)), file=stream, flush=True)
+    print(before + shown(text, colour=wants_colour(stream)), file=stream, flush=True)
 
 
 def wants_colour(stream: TextIO) -> bool:
     """A terminal whose user did not refuse it (https://no-color.org)."""
-    refused = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return not refused and stream.isatty()
+    return redraws(stream) and not os.environ.get("NO_COLOR")
+
+
+def redraws(stream: TextIO) -> bool:
+    """A terminal on which a line can be written over."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:
@@ -98,7 +106,7 @@ class Meter:
         self._total = total
         self._done = 0
         self._shown = 0.0
-        self._live = sys.stderr.isatty()
+        self._live = redraws(sys.stderr)
 
     def __call__(self, count: int) -> None:
         self._done += count
@@ -110,7 +118,7 @@ class Meter:
 
     def close(self) -> None:
         if self._live and self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def size(count: float) -> str:

@@ -49,7 +49,7 @@ def top(
             if as_json:
                 board.wait_for_all(FIRST_S)
                 output.emit({"runs": _as_json(board, chosen), "alarms": list(board.alarms)})
-            elif sys.stdout.isatty():
+            elif output.redraws(sys.stdout):
                 _live(board)
             else:
                 board.wait_for_all(FIRST_S)

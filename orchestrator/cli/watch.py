@@ -59,7 +59,7 @@ def watch(
             every_s=max(seconds(every), 0.2),
             stall_s=seconds(stall) if stall else None,
         )
-        standing = _Standing(watched.reports, live=sys.stdout.isatty() and not as_json)
+        standing = _Standing(watched.reports, live=output.redraws(sys.stdout) and not as_json)
         try:
             for report in watched.run():
                 standing.clear()
@@ -95,7 +95,7 @@ class _Standing:
 
     def clear(self) -> None:
         if self._live:
-            print("\r\x1b[K", end="", flush=True)
+            print(output.CLEAR, end="", flush=True)
 
     def _text(self) -> str:
         if len(self._reports) == 1:

@@ -1,0 +1,67 @@
+"""The trainer judges its own config, in the container, before anything starts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import RefusedError, UsageError
+from orchestrator.target import Target
+
+# It imports torch and reads the target's tokenizer: 3 s from a warm disk, 15 s from a cold one.
+# Who waits longer than this is told for what.
+SILENT_S = 1.0
+
+
+def argv(target: Target, config: str) -> list[str]:
+    """``config`` is a path inside the release."""
+    return [target.settings.python, "-m", "trainer", "check", config]
+
+
+def check(
+    channel: AgentChannel,
+    target: Target,
+    config: str,
+    variables: Mapping[str, str],
+    release_path: str | None,
+    notice: Callable[[str], None],
+) -> None:
+    """Wait for its verdict.
+
+    :raises UsageError: with the trainer's own message.
+    :raises RefusedError: too little memory, or it could not be asked.
+    """
+    waiting = f"{target.name}: the trainer checks {config} there; importing torch can take 15 s"
+    told = threading.Timer(SILENT_S, notice, [waiting])
+    told.daemon = True
+    told.start()
+    try:
+        code, said = _ask(channel, argv(target, config), variables, release_path)
+    finally:
+        told.cancel()
+    if code == 0:
+        return
+    # Libraries may have warned before the trainer's own message.
+    text = said.decode(errors="replace").strip().rpartition("error: ")[2]
+    what, _, step = text.partition("\n  next: ")
+    lines = what.splitlines()[-12:]
+    kind = UsageError if code == 2 else RefusedError
+    raise kind(
+        "\n    ".join(lines) or f"`trainer check` ended with exit code {code}",
+        next_step=step.strip() or f"correct {config}",
+        host=target.host.name,
+        ct=target.ct,
+    )
+
+
+def _ask(
+    channel: AgentChannel, command: list[str], variables: Mapping[str, str], cwd: str | None
+) -> tuple[int | None, bytes]:
+    request = channel.request("exec", command=command, env=dict(variables), cwd=cwd)
+    said = bytearray()
+    for head, payload in request.frames():
+        if head.get("stream") == "stderr":
+            said += payload
+    code: int | None = request.result()["exit_code"]
+    return code, bytes(said)
