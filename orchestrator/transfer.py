@@ -7,11 +7,12 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from orchestrator.agent.checkpoints import BEST
 from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import ConnectionLost, HostUnreachable, NotFoundError, TransferError
@@ -70,23 +71,29 @@ class Pulled:
 
 
 class Wanted:
-    """Which paths of a run's folder are fetched: everything public, of the checkpoints ``newest``.
+    """Which paths of a run's folder are fetched: everything public, and of the checkpoints some.
 
     :param every: all checkpoints.
-    :param newest: a checkpoint's path, absolute or below the run; None takes none.
+    :param checkpoints: names below ``checkpoints``.
     """
 
-    def __init__(self, *, every: bool, newest: str | None) -> None:
+    def __init__(self, *, every: bool = False, checkpoints: Collection[str] = ()) -> None:
         self._every = every
-        self._newest = newest
+        self._checkpoints = checkpoints
 
     def __call__(self, path: str) -> bool:
         if path in PRIVATE:
             return False
         if self._every or not path.startswith(f"{CHECKPOINTS}/"):
             return True
-        name = self._newest.rstrip("/").rpartition("/")[2] if self._newest else None
-        return name is not None and path.split("/")[1] == name
+        return path.split("/")[1] in self._checkpoints
+
+
+def newest_and_best(channel: AgentChannel, run_id: str) -> Wanted:
+    """The checkpoint to go on from, and the one to serve with the link that says so."""
+    found = channel.call("pull.last_checkpoint", run_id=run_id)
+    names = {PurePosixPath(path).name for path in (found["path"], found["best"]) if path}
+    return Wanted(checkpoints={*names, BEST} if found["best"] else names)
 
 
 def check_path(path: str) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+BEST = "best"
+"""The trainer's link to the one with the highest acceptance."""
 UNFINISHED = (".tmp", ".part", ".partial", ".incomplete", ".writing")
 
 
@@ -28,6 +30,16 @@ def complete(folder: str) -> list[str]:
 def newest(folder: str) -> str | None:
     paths = complete(folder)
     return paths[-1] if paths else None
+
+
+def best(folder: str) -> str | None:
+    """The complete checkpoint that the link ``best`` names."""
+    try:
+        name = os.path.basename(os.readlink(os.path.join(folder, BEST)))
+    except OSError:
+        return None
+    path = os.path.join(folder, name)
+    return path if path in complete(folder) else None
 
 
 def number(name: str) -> int:

@@ -19,7 +19,8 @@ TELL_EVERY = 64 << 20
 
 
 def listing(request: Request) -> dict[str, Any]:
-    root = _path(request)
+    # What is named is what is meant: `checkpoints/best` is a link. Links below it are told as such.
+    root = os.path.realpath(_path(request))
     hashing = request.get("hash", bool, False)
     files = size = 0
     waiting: list[str] = []
@@ -162,7 +163,13 @@ def _expect(request: Request, path: str, status: os.stat_result) -> None:
 def last_checkpoint(request: Request) -> dict[str, Any]:
     from orchestrator.agent.status import find
 
-    paths = checkpoints.complete(find(request).checkpoints)
+    folder = find(request).checkpoints
+    paths = checkpoints.complete(folder)
     newest = paths[-1] if paths else None
     step = checkpoints.number(os.path.basename(newest)) if newest else -1
-    return {"path": newest, "step": step if step >= 0 else None, "checkpoints": paths}
+    return {
+        "path": newest,
+        "step": step if step >= 0 else None,
+        "best": checkpoints.best(folder),
+        "checkpoints": paths,
+    }

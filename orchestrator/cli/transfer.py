@@ -88,12 +88,12 @@ def pull(
         Path | None, typer.Option("--to", help="Where to; default: ./RUN.", show_default=False)
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", "-a", help="Every checkpoint, not only the newest.")
+        bool, typer.Option("--all", "-a", help="Every checkpoint, not only newest and best.")
     ] = False,
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch a run's logs, records and newest checkpoint, verified; goes on after a cut.
+    """Fetch a run's logs, records, newest and best checkpoint, verified; goes on after a cut.
 
     A second pull fetches only what changed.
     """
@@ -101,13 +101,13 @@ def pull(
         ref = session.one_run(runs, host, ct)
         channel = session.fleet.container(ref.target)
         run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
-        source, newest = {"run_id": run_id}, None
+        source, wanted = {"run_id": run_id}, transfer.Wanted(every=True)
         if path and path.startswith("/"):
             source = {"path": path}
         elif path:
             source["path"] = path
         elif not everything:
-            newest = channel.call("pull.last_checkpoint", run_id=run_id)["path"]
+            wanted = transfer.newest_and_best(channel, run_id)
         meter = output.Meter("pulling")
         try:
             pulled = transfer.pull(
@@ -115,7 +115,7 @@ def pull(
                 RunRef(ref.target, run_id).target,
                 source,
                 laptop_path(to or run_id),
-                wanted=transfer.Wanted(every=everything or bool(path), newest=newest),
+                wanted=wanted,
                 notice=output.notice,
                 progress=meter,
             )

@@ -137,7 +137,8 @@ class Pull(Action):
     """Fetch from the run's container, verified."""
 
     what: str = "checkpoint"
-    """``checkpoint`` (the newest complete one), ``logs``, ``run`` (its whole folder), or a path."""
+    """``checkpoint`` (the newest complete one and the best, with logs and records), ``logs``,
+    ``run`` (its whole folder), or a path."""
     to: str = "."
     """Folder on this machine."""
     run: Text = None

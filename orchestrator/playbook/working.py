@@ -191,19 +191,20 @@ def pull(stage: Stage, action: actions.Pull) -> Done:
     for ref in refs:
         channel = stage.channel(ref.target)
         run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
-        source, newest = {"run_id": run_id}, None
+        source, wanted = {"run_id": run_id}, transfer.Wanted(every=True)
         if action.what == "checkpoint":
-            newest = channel.call("pull.last_checkpoint", run_id=run_id)["path"]
-        elif action.what not in {"logs", "run"}:
+            wanted = transfer.newest_and_best(channel, run_id)
+        elif action.what == "logs":
+            wanted = transfer.Wanted()
+        elif action.what != "run":
             key = {"path": action.what}
             source = key if action.what.startswith("/") else source | key
-        every = action.what not in {"checkpoint", "logs"}
         pulled = transfer.pull(
             stage.fleet,
             ref.target,
             source,
             laptop_path(action.to) / run_id,
-            wanted=transfer.Wanted(every=every, newest=newest),
+            wanted=wanted,
             notice=stage.notice,
         )
         files, size = files + pulled.files, size + pulled.bytes

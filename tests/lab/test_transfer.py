@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,29 @@ def test_one_path_alone(cli: Cli, lab: Lab, run_id: str, tmp_path: Path) -> None
     cli("pull", run_id, "--path", "/etc/hostname", "--to", tmp_path / "h", code=0)
     assert (tmp_path / "h/hostname").exists()
     assert "/no/such" in cli("pull", run_id, "--path", "/no/such", code=5).stderr
+
+
+def test_without_more_words_the_newest_and_the_best_checkpoint_come(
+    cli: Cli, lab: Lab, run_id: str, tmp_path: Path
+) -> None:
+    there = lab.files(201) / f"workspace/dflashctl/runs/{run_id}/checkpoints"
+    shutil.copytree(there / "step-1", there / "step-0")
+    (there / "best").symlink_to("step-1")
+    out = tmp_path / "out"
+    cli("pull", run_id, "--to", out, code=0)
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-1", "step-2", "best"}
+    assert same(lab, run_id, "checkpoints/best/weights", out)
+    cli("pull", run_id, "--path", "checkpoints/best", "--to", tmp_path / "served", code=0)
+    assert (tmp_path / "served/weights").stat().st_size == 3_000_000
+
+
+def test_a_link_best_that_leads_nowhere_is_left_out(
+    cli: Cli, lab: Lab, run_id: str, tmp_path: Path
+) -> None:
+    there = lab.files(201) / f"workspace/dflashctl/runs/{run_id}/checkpoints"
+    (there / "best").symlink_to("/etc")
+    cli("pull", run_id, "--to", tmp_path / "out", code=0)
+    assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step-2"]
 
 
 def test_a_run_that_writes_all_the_time_is_pulled_all_the_same(

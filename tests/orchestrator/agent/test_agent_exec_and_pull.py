@@ -162,15 +162,18 @@ def test_what_is_not_a_plain_file_is_refused(agent: Any, folder: Path) -> None:
 
 
 def test_the_newest_whole_checkpoint_of_a_run(runs: Any) -> None:
-    make = "mkdir step-2 step-10 step-11.tmp step-12.part; echo x > step-2/a"
+    make = "mkdir step-2 step-10 step-11.tmp step-12.part; echo x > step-2/a; ln -s step-2 best"
     script = f'cd "$DFLASH_RUN_DIR"/checkpoints; {make}'
     run = runs.start("bash", "-c", script)
     runs.ending(run)
     answer = runs.agent.call("pull.last_checkpoint", run_id=run["run_id"])
     assert (answer["path"], answer["step"]) == (f"{run['run_dir']}/checkpoints/step-10", 10)
     assert len(answer["checkpoints"]) == 2
+    assert answer["best"] == f"{run['run_dir']}/checkpoints/step-2"
     _, found = entries(runs.agent, run_id=run["run_id"], path="checkpoints/step-2")
     assert [entry[1] for entry in found] == ["a"]
+    result, found = entries(runs.agent, run_id=run["run_id"], path="checkpoints/best")
+    assert (result["root"], [entry[1] for entry in found]) == (answer["best"], ["a"])
     error = runs.agent.error(
         runs.agent.send("pull.list", run_id=run["run_id"], path="../../secret")
     )
