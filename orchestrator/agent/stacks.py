@@ -114,7 +114,9 @@ def _dump(pid: int, spy: str | None, limit_s: float) -> str:
     if spy is None or "python" not in os.path.basename(exe):
         return _kernel_side(pid)
     text = command([spy, "dump", "--pid", str(pid)], limit_s, check=True)
-    return f"{text}\n\n{_kernel_side(pid)}"
+    # Its head tells the process once more, from the host by another number.
+    lines = [line for line in text.splitlines() if not line.startswith(f"Process {pid}:")]
+    return "\n".join([*lines, "", _kernel_side(pid)])
 
 
 def _kernel_side(pid: int) -> str:

@@ -120,7 +120,9 @@ def _calls(dump: Mapping[str, Any], rank: int) -> list[Call]:
                 label,
                 sequence,
                 re.sub(r"^\w+:", "", str(entry.get("profiling_name", "?"))),  # nccl:, gloo:
-                "x".join(map(str, sizes[0])) if sizes and isinstance(sizes[0], (list, tuple)) else "",
+                "x".join(map(str, sizes[0]))
+                if sizes and isinstance(sizes[0], (list, tuple))
+                else "",
                 str(entry.get("state", "")),
                 f"{user.get('filename')}:{user.get('line')}" if user else "",
             )

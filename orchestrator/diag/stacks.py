@@ -34,6 +34,7 @@ _IDLE_THREADS = re.compile(
     r"tqdm|TMonitor|pin_memory|_monitor|ThreadPool|asyncio|QueueFeeder|wandb|watchdog|heartbeat",
     re.I,
 )
+_JOINS = re.compile(r"^(?:join|_shutdown|_wait_for_tstate_lock|wait) \(\S*(?:threading|process)\b")
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,38 @@ def moved(stacks: Iterable[Stack]) -> dict[str, bool]:
     }
 
 
+def working(stacks: Iterable[Stack]) -> list[Stack]:
+    """The first sample, without threads that always wait: pools, monitors, a main thread that has
+    only started the others."""
+    busy = [s for s in stacks if s.frames and not _IDLE_THREADS.search(s.who)]
+    if not busy:
+        return []
+    first = min(s.sample for s in busy)
+    busy = [s for s in busy if s.sample == first]
+    named = [s for s in busy if "thread" not in s.who.lower() or "MainThread" in s.who] or busy
+    return [s for s in named if not ("MainThread" in s.who and _JOINS.search(s.frames[0]))] or named
+
+
+def summary(probes: Probes) -> list[str]:
+    """Who stands where, the fewest first: ``rank 3: get (queue.py:171)``, then the crowd."""
+    groups: dict[str, list[Stack]] = defaultdict(list)
+    for stack in working(read_stacks(probes)):
+        groups[stack.shape].append(stack)
+    lines = []
+    for group in sorted(groups.values(), key=len):
+        names = list(dict.fromkeys(s.who for s in group))
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        lines.append(f"{', '.join(names[:8])}{more}: {group[0].where}")
+    return lines
+
+
 def odd_one_out(probes: Probes) -> Odd | None:
     """The rank (or thread) that does not stand where most of them stand."""
-    stacks = [s for s in read_stacks(probes) if s.frames and not _IDLE_THREADS.search(s.who)]
-    if not stacks:
+    every = read_stacks(probes)
+    main = working(every)
+    if not main:
         return None
-    changes = moved(stacks)
-    first = min(s.sample for s in stacks)
-    stacks = [s for s in stacks if s.sample == first]
-    main = [s for s in stacks if "thread" not in s.who.lower() or "MainThread" in s.who] or stacks
+    changes = moved(every)
     groups: dict[str, list[Stack]] = defaultdict(list)
     for stack in main:
         groups[stack.shape].append(stack)

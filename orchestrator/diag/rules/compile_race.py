@@ -87,22 +87,24 @@ def fx_race(e: Evidence) -> Iterator[Finding]:
 
 def _who_traced(e: Evidence) -> tuple[str, list[Hit]]:
     """Of the opt-in trace (``fx_trace`` events): the threads that set the flag and are not the one
-    that met it, the last of them with its innermost line of the user's."""
+    that met it, the last of them with its innermost line of the user's. Those without torch's lock
+    before those with it: torch's own compiles hold it, and it is the warm call that does not."""
     failing = {f.thread for f in e.errors if "FX to symbolically trace" in f.message}
-    found: dict[str, tuple[Hit, str]] = {}
+    found: dict[bool, dict[str, tuple[Hit, str]]] = {True: {}, False: {}}
     for hit in e.search(r'"event": ?"fx_trace"', quiet=True):
         try:
             detail = json.loads(hit.line.text)["detail"]
             thread, stack = str(detail["thread"]), list(detail["stack"])
         except (ValueError, KeyError, TypeError):
             continue
-        if thread not in failing and not detail.get("lock_held"):
-            found[thread] = hit, str(stack[-1]) if stack else "?"
-    if not found:
+        if thread not in failing:
+            where = str(stack[-1]) if stack else "?"
+            found[bool(detail.get("lock_held"))][thread] = hit, where
+    suspects = found[False] or found[True]
+    if not suspects:
         return "", []
-    names = ", ".join(found)
-    _, line = list(found.values())[-1]
-    return f"; it was set by thread {names} at {line}", [hit for hit, _ in found.values()][-2:]
+    thread, (_, line) = list(suspects.items())[-1]
+    return f"; last set by thread {thread} at {line}", [hit for hit, _ in suspects.values()][-2:]
 
 
 def _threads(e: Evidence) -> bool:

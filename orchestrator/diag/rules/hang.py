@@ -10,10 +10,10 @@ from statistics import median
 from time import gmtime
 
 from orchestrator.diag.evidence import Evidence
-from orchestrator.diag.finding import Finding
+from orchestrator.diag.finding import Finding, Quote
 from orchestrator.diag.flight import first_mismatch, read_dumps
 from orchestrator.diag.probes import Probe
-from orchestrator.diag.stacks import odd_one_out
+from orchestrator.diag.stacks import odd_one_out, summary
 from orchestrator.diag.text import DEFAULT_YEAR, Line
 from trainer.telemetry import QUIET_EVENTS
 
@@ -67,10 +67,11 @@ def hang(e: Evidence) -> Iterator[Finding]:
         title += f"; GPU {gpu[0]} is idle while the others spin"
         at = [*at, gpu[1]]
     last = [li for li in e.lines if li.number == e.outcome.last_line]
+    where = [Quote("stacks", None, line) for line in summary(e.probes)[:4]]
     yield e.found(
         "run.hang",
         title,
-        [*at[:3], *said[-1:], *([odd.line] if odd else []), *last[:1]],
+        [*at[:3], *said[-1:], *([odd.line] if odd else []), *last[:1], *where],
         "stacks of every thread, twice: dflashctl diag   (py-spy dump --pid PID, from the host "
         "if need be)\n"
         "what does the odd one wait for: a lock, a queue, a disk (state D), a collective?\n"

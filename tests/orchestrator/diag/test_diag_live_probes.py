@@ -224,7 +224,7 @@ def test_the_trace_names_the_thread_that_set_the_flag_and_its_line() -> None:
     (finding,) = report(log, events=events, exit_record={"exit_code": 1}).findings
 
     assert finding.code == "compile.fx_race"
-    assert finding.title.endswith("it was set by thread reporter at /w/report.py:41 draw_graph")
+    assert finding.title.endswith("last set by thread reporter at /w/report.py:41 draw_graph")
 
 
 def test_a_trace_without_an_error_is_no_finding() -> None:

@@ -7,7 +7,7 @@ import json
 from orchestrator.diag import Evidence, diagnose
 from orchestrator.diag.flight import first_mismatch, read_dumps
 from orchestrator.diag.probes import Probes
-from orchestrator.diag.stacks import moved, odd_one_out, read_stacks
+from orchestrator.diag.stacks import moved, odd_one_out, read_stacks, summary
 
 DUMP = """Process 411: python train.py
 Python v3.12.3 (/usr/bin/python3.12)
@@ -70,6 +70,28 @@ def test_of_two_ranks_the_one_that_computes_is_odd() -> None:
     )
 
     assert odd is not None and odd.who == "rank 0"
+
+
+def test_a_main_thread_that_joins_is_not_the_odd_one() -> None:
+    text = DUMP.format(line=77).replace("join (threading.py:1149)", "_shutdown (threading.py:1583)")
+
+    odd = odd_one_out(Probes({"py_spy": text}))
+
+    assert odd is not None and odd.who == "PID 411 drafter-1"
+
+
+def test_ranks_come_from_the_process_and_the_fewest_are_told_first() -> None:
+    ranks = "\n\n".join(
+        f"Process {700 + rank}: python train.py (RANK={rank})\n"
+        f'Thread {700 + rank} (idle): "MainThread"\n'
+        + ("    read (ssl.py:1104)" if rank == 2 else "    all_reduce (c10d.py:2810)")
+        for rank in range(4)
+    )
+
+    assert summary(Probes({"stacks_1": ranks})) == [
+        "rank 2 MainThread: read (ssl.py:1104)",
+        "rank 0 MainThread, rank 1 MainThread, rank 3 MainThread: all_reduce (c10d.py:2810)",
+    ]
 
 
 def test_equal_stacks_have_no_odd_one() -> None:
