@@ -12,14 +12,15 @@ import codecs
 import re
 
 _COLOUR = r"\x1b\[[0-9;:]*m"
+# What is no UTF-8 is decoded to surrogates: 80 to 9F are the same controls in eight bits.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udc9f\u202a-\u202e\u2066-\u2069]")
 _SEQUENCE = re.compile(
     rf"(?P<colour>{_COLOUR})"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
     # A string of OSC, DCS, SOS, PM, APC; of one that does not end on its line the words are shown.
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])(?:[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c))?"
     r"|\x1b[ -/]*[0-~]?"
-    # What is no UTF-8 is decoded to surrogates: 80 to 9F are the same controls in eight bits.
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udc9f\u202a-\u202e\u2066-\u2069]"
+    rf"|{_CONTROL.pattern}"
 )
 # At the end of a piece: the next one may complete it.
 _BEGUN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\x9c\n]*\x1b?|[ -/]*)?\Z")
@@ -40,7 +41,7 @@ def shown(text: str, *, colour: bool, bars: bool = False) -> str:
 
     :param bars: keep ``\\r``, by which a progress bar overwrites its line.
     """
-    if not _SEQUENCE.search(text):
+    if not _CONTROL.search(text):
         return text
 
     def kept(match: re.Match[str]) -> str:

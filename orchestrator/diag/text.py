@@ -10,9 +10,7 @@ import re
 from calendar import timegm
 from dataclasses import dataclass
 
-# ECMA-48: CSI sequences, OSC strings (titles, links) up to BEL or ST, and two-byte escapes.
-_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,400}(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+from orchestrator.terminal_text import shown
 
 _RANK = re.compile(
     r"^\s*(?:"
@@ -111,10 +109,8 @@ class Line:
 
 
 def strip_control(text: str) -> str:
-    """Without colours, titles and control characters (tabs stay)."""
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
-    return _CONTROL.sub("", text)
+    """Without colours, titles and control characters (tabs and carriage returns stay)."""
+    return shown(text, colour=False, bars=True)
 
 
 def overlays(text: str) -> list[str]:

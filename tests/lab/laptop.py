@@ -129,7 +129,9 @@ class Terminal:
     def exit_code(self) -> int:
         while True:
             try:
-                if not os.read(self.descriptor, 65536):
+                piece = os.read(self.descriptor, 65536)
+                self.seen += piece
+                if not piece:
                     break
             except OSError:
                 break
