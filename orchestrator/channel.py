@@ -138,6 +138,12 @@ class AgentChannel:
         """A request's result."""
         return self.request(op, payload, **fields).result()
 
+    def give_up(self, error: DflashctlError) -> None:
+        """For whoever knows from elsewhere that no answer will come: all that wait get ``error``
+        now, not after ``START_S``."""
+        self._fail(error)
+        self._link.close()
+
     def close(self) -> None:
         """End of input, which ends the agent (never a run)."""
         try:

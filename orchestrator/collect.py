@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from orchestrator.alarm import best_of
 from orchestrator.changes import Past, changes
 from orchestrator.channel import AgentChannel
 from orchestrator.environment.lock import Environment, parse
-from orchestrator.errors import DflashctlError, RunNotFound
+from orchestrator.errors import DflashctlError, ExecFailed, RunNotFound
 from orchestrator.fleet import Fleet
 from orchestrator.paths import ContainerPaths, RunPaths
 from orchestrator.pct import SaidBy
@@ -63,17 +64,21 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
     if (launched := launch_time(ref.run_id or "")) is not None:
         found.probes["run_started"] = launched
     host: dict[str, Any] = {}
-    beside = threading.Thread(target=_ask_host, args=(fleet, ref, host), daemon=True)
-    beside.start()
+    beside: threading.Thread | None = None
     try:
-        _ask_container(fleet, ref, found)
+        channel = fleet.container(ref.target)
+        asking = partial(_ask_host, fleet, ref, host, channel)
+        beside = threading.Thread(target=asking, daemon=True)
+        beside.start()
+        _ask_container(fleet, channel, ref, found)
     except RunNotFound:
         # Nothing to diagnose; `doctor` looks at containers.
         raise
     except DflashctlError as error:
         found.error = error
         found.probes["ssh" if ref.target.ct is None or error.ct is None else "pct"] = raw(error)
-    beside.join(HOST_LIMIT_S)
+    if beside is not None:
+        beside.join(HOST_LIMIT_S)
     # A copy: a host that is late may still be adding to its own.
     found.probes.update(dict(host))
     return found
@@ -99,8 +104,7 @@ def raw(error: DflashctlError) -> str:
     return f"ssh: host {error.host}: {type(cause).__name__}: {cause}"
 
 
-def _ask_container(fleet: Fleet, ref: RunRef, found: Collected) -> None:
-    channel = fleet.container(ref.target)
+def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Collected) -> None:
     about = channel.request("run.status", lines=0, **ref.fields)
     python = ref.target.settings.python
     answer = about.result()
@@ -241,15 +245,30 @@ def _environment(text: str) -> Environment | None:
         return None
 
 
-def _ask_host(fleet: Fleet, ref: RunRef, found: dict[str, Any]) -> None:
+def _ask_host(fleet: Fleet, ref: RunRef, found: dict[str, Any], inside: AgentChannel) -> None:
+    """``inside``: the channel to the container, which nobody need wait for while it is frozen."""
     try:
         channel = fleet.host(ref.target.host)
         request = channel.request("probe", side="host", ct=ref.target.ct, timeout_s=LOOK_LIMIT_S)
         for head, _ in request.frames():
             found.update(_values({"probes": {head["probe"]: head}}))
+            if head["probe"] == "cgroup_events" and _FROZEN.search(str(head.get("text"))):
+                inside.give_up(_frozen(ref))
     except DflashctlError as error:
         # The container's own channel tells of a host that is not reached.
         found.setdefault("host_agent", error.what)
+
+
+_FROZEN = re.compile(r"\bfrozen 1\b|FROZEN")
+
+
+def _frozen(ref: RunRef) -> ExecFailed:
+    return ExecFailed(
+        f"container {ref.target.ct} is frozen: nothing in it answers",
+        next_step=f"on the host: lxc-unfreeze -n {ref.target.ct}, unless a backup does it itself",
+        host=ref.target.host.name,
+        ct=ref.target.ct,
+    )
 
 
 def _values(answer: dict[str, Any]) -> dict[str, Any]:

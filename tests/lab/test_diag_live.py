@@ -159,7 +159,9 @@ def test_a_frozen_container(here: Cli, sick: Lab, code: Path) -> None:
 def test_a_killed_tmux(here: Cli, sick: Lab, code: Path) -> None:
     run_id = launch(here, code, STEPS + "sleep 60\n")
     speaks(sick, run_id, "step 8/")
-    sick.pct("exec", 300, "--", "tmux", "kill-server")
+    # It answers before it has ended.
+    gone = "tmux kill-server; while pgrep tmux >/dev/null; do sleep 0.05; done"
+    sick.pct("exec", 300, "--", "sh", "-c", gone)
 
     assert named(here, run_id)[0] == "tmux.died"
 
