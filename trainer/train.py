@@ -43,7 +43,10 @@ def train(config: TrainConfig) -> int:
             trace = "".join(traceback.format_exception(error))
             event("failed", error=f"{type(error).__name__}: {error}", traceback=trace)
             raise
-        event("finished", step=run.batches.steps)
+        else:
+            event("finished", step=run.batches.steps)
+        finally:
+            opened.writer.close()
         say(f"finished {run.batches.steps} steps")
         return 0
 

@@ -31,9 +31,10 @@ from measure import Figures, figure, settle, watch_part
 from torch import Tensor
 from walk import yields
 
-from trainer.config import FilePrompts, parse_config
+from trainer.config import parse_config
 from trainer.data.conversation import Conversation, read_conversations
 from trainer.data.decode import Request
+from trainer.data.settings import FilePrompts
 from trainer.data.slots import SlotDecoder
 from trainer.data.template import ChatTemplate, stop_tokens
 from trainer.drafter import format as drafter_format

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_target import MARKED_TEMPLATE, TEMPLATE, make_tokenizer, run_config
+from tiny_target import MARKED_TEMPLATE, TEMPLATE, make_tokenizer, run_config, write_chats
 
 from trainer.config import parse_config
 from trainer.data.conversation import (
@@ -223,3 +223,22 @@ def test_prepared_data_cut_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokens.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(DataError, match="cannot be read"):
         Samples.load(tmp_path)
+
+
+def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
+    """Runs where the extra ``parquet`` is installed."""
+    datasets = pytest.importorskip("datasets")
+    write_chats(tmp_path / "chats.jsonl", 5)
+    table = datasets.Dataset.from_json(
+        str(tmp_path / "chats.jsonl"), cache_dir=str(tmp_path / "cache")
+    )
+    table.to_parquet(str(tmp_path / "chats.parquet"))
+    wanted = [c.messages for c in read_conversations(str(tmp_path / "chats.jsonl"))]
+    found = list(read_conversations(str(tmp_path / "chats.parquet")))
+    assert [c.messages for c in found] == wanted
+    assert [c.where for c in found] == [f"chats.parquet:{i}" for i in range(1, 6)]
+    limited = list(read_conversations(str(tmp_path / "chats.parquet"), limit=2))
+    assert len(limited) == 2
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "chats.parquet").read_bytes()[:200])
+    with pytest.raises(DataError, match=r"torn\.parquet"):
+        list(read_conversations(str(tmp_path / "torn.parquet")))

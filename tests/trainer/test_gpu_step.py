@@ -178,7 +178,7 @@ def test_fp8_head_keeps_loss_and_gradient_near_the_reference() -> None:
 
 
 def test_a_recorded_step_with_compiled_parts_equals_the_plain_one() -> None:
-    """Kernels, compile lock, fused optimizer, three steps of new batches: graph against launches."""
+    """Kernels, compile lock, fused optimizer, three steps of new batches: graph or launches."""
     from pathlib import Path
 
     from tiny_target import run_config

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tiny_target import make_model, make_tokenizer, run_config, save_target, write_chats
 
-from trainer.config import MakeConfig, parse_config
+from trainer.config import parse_config
 from trainer.data.decode import BatchDecoder, Completion, Request
 from trainer.data.make import Journal, Maker
 from trainer.data.pack import PackedBatches
 from trainer.data.prepare import feature_file, load_prepared, prepare
+from trainer.data.settings import MakeConfig
 from trainer.errors import DataError
 from trainer.target import TappedTarget
 

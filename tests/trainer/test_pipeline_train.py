@@ -127,6 +127,17 @@ def test_a_killed_rank_restarts_all_from_the_newest_checkpoint(
     assert steps(other) == []
 
 
+def test_without_torchrun_it_starts_its_own_ranks(home: Path, inline: list[float | None]) -> None:
+    pipeline = {"executor": "processes", "targets": 1, "drafters": 1}
+    process = start(write_config(home, "own-ranks", pipeline=pipeline))
+    said = finish(process)
+    assert process.returncode == 0, said
+    assert "starting 1 targets and 1 drafters by torchrun" in said
+    lines = steps(home / "own-ranks")
+    assert [line.loss for line in lines] == pytest.approx(inline, rel=1e-4)
+    assert lines[-1].recommended_targets is not None
+
+
 def test_a_signal_to_torchrun_saves_one_checkpoint_that_all_leave_after(home: Path) -> None:
     pipeline = {"executor": "processes", "targets": 1, "drafters": 1}
     optimization = {"microbatches": 2, "steps": 2000}

@@ -103,9 +103,15 @@ def _parquet_lines(file: Path) -> Iterator[tuple[str, Any]]:
         )
     import datasets  # type: ignore[import-not-found, unused-ignore]
 
-    rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
-    for number, row in enumerate(rows, start=1):
-        yield f"{file.name}:{number}", row
+    number = 0
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{file.name}:{number}", row
+    except (OSError, ValueError) as error:
+        # pyarrow's errors about a file are both.
+        text = str(error).splitlines()[0]
+        raise DataError(f"cannot read {file} after row {number}: {text}") from None
 
 
 def parse_line(value: Any, where: str, template: str) -> Conversation | Rejection:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import FilePrompts, MakeConfig, ResponseConfig, SelfPrompts
 from trainer.data.conversation import (
     Conversation,
     Rejection,
@@ -23,6 +22,7 @@ from trainer.data.conversation import (
 )
 from trainer.data.decode import BatchDecoder, Request
 from trainer.data.features import NONE, FeatureFile
+from trainer.data.settings import FilePrompts, MakeConfig, ResponseConfig, SelfPrompts
 from trainer.data.slots import SlotDecoder
 from trainer.data.template import ChatTemplate, stop_tokens
 from trainer.errors import DataError

@@ -77,6 +77,12 @@ class Meter:
         self._add_up()
         return done
 
+    def peak_memory_gb(self) -> float:
+        """Of the device; 0 for a CPU, whose memory is the process's."""
+        if self._device.type != "cuda":
+            return 0.0
+        return torch.cuda.max_memory_allocated(self._device) / 1e9
+
     def _add_up(self) -> None:
         while self._spans and self._spans[0][1].passed():
             begun, done = self._spans.popleft()

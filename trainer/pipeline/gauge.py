@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.pipeline.device import Meter
+from trainer.pipeline.plan import Costs, recommend
 
 WINDOW = 20
 """Steps over which shares and capacities are averaged."""
@@ -19,10 +20,17 @@ class Usage:
     workers: int
     busy_s: float = 0.0
     idle_s: float = 0.0
+    memory_gb: float = 0.0
+    """Peaks of their devices, summed; 0 on a CPU."""
 
     @classmethod
     def of(cls, meters: Sequence[Meter]) -> Usage:
-        return cls(len(meters), sum(m.busy_s for m in meters), sum(m.idle_s for m in meters))
+        return cls(
+            len(meters),
+            sum(m.busy_s for m in meters),
+            sum(m.idle_s for m in meters),
+            sum(m.peak_memory_gb() for m in meters),
+        )
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,7 @@ class _Reading:
 
 
 class Gauge:
-    """Fields of ``telemetry.StepLine`` (and ``target_capacity``, ``drafter_capacity``: context
-    tokens a second if that side never waited; ``transfer_s``: copies between devices)."""
+    """Fields of ``telemetry.StepLine`` that say which side waits for which."""
 
     def __init__(self) -> None:
         self._readings: deque[_Reading] = deque(maxlen=WINDOW + 1)
@@ -62,4 +69,15 @@ class Gauge:
             if busy > 0:
                 found[f"{name}_idle"] = round(idle / (busy + idle), 4)
                 found[f"{name}_capacity"] = round(tokens * after.workers / busy, 1)
-        return found
+            if after.memory_gb:
+                found[f"{name}_memory_gb"] = round(after.memory_gb / after.workers, 2)
+        return found | _recommended(found, now.target.workers, now.drafter.workers)
+
+
+def _recommended(found: dict[str, float], targets: int, drafters: int) -> dict[str, float]:
+    """The split that the measured capacities ask for."""
+    if not (found.get("target_capacity") and found.get("drafter_capacity")):
+        return {}
+    costs = Costs(targets / found["target_capacity"], drafters / found["drafter_capacity"], True)
+    n, m = recommend(costs, targets + drafters)
+    return {"recommended_targets": n, "recommended_drafters": m}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 import traceback
 from collections import deque
@@ -36,6 +35,7 @@ from trainer.pipeline.gauge import Gauge, Usage
 from trainer.pipeline.place import Deal, Place
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import compare_fingerprints, fingerprint
+from trainer.pipeline.round import Round
 from trainer.pipeline.stages import SCALARS, DrafterStage, Job, StepResult, TargetStage
 
 FAILURE_KEY = "first-failure"
@@ -213,50 +213,6 @@ def lost_peer(error: Exception) -> bool:
 def _line(error: Exception) -> str:
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}"
-
-
-class Round:
-    """What all ranks tell each other after each step, without waiting within one: signals they
-    received, and how busy they have been.
-
-    The round of step k is counted at the end of step k+1; if a rank had a signal, step k+2 is the
-    last of all.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self, place: Place) -> None:
-        self.group: Any = None
-        self.next_is_last = False
-        self._place = place
-        self._signal: int | None = None
-        self._counting: deque[tuple[Any, Tensor]] = deque()
-        drafters = len(place.drafter_ranks())
-        self.targets = Usage(place.world - drafters)
-        self.drafters = Usage(drafters)
-
-    def hold(self, received: int | None, usage: Usage) -> int | None:
-        """The agreed signal once the step that ends now was the last."""
-        if self.next_is_last:
-            return self._signal
-        told = torch.zeros(6, dtype=torch.float64)
-        if received is not None:
-            told[self.SIGNALS.index(signal.Signals(received))] = 1
-        first = 2 if self._place.is_target else 4
-        told[first], told[first + 1] = usage.busy_s, usage.idle_s
-        self._counting.append((dist.all_reduce(told, group=self.group, async_op=True), told))
-        if len(self._counting) > 1:
-            work, counted = self._counting.popleft()
-            work.wait()
-            self._read(counted.tolist())
-        return None
-
-    def _read(self, counted: list[float]) -> None:
-        self.targets = Usage(self.targets.workers, *counted[2:4])
-        self.drafters = Usage(self.drafters.workers, *counted[4:6])
-        for number, votes in zip(self.SIGNALS, counted, strict=False):
-            if votes:
-                self._signal, self.next_is_last = int(number), True
 
 
 class _TargetPart:

@@ -1,0 +1,48 @@
+"""Starting one's own ranks: `python -m trainer train` becomes torchrun where the executor needs it.
+
+The plan knows how many ranks a node has, and only where the devices are. So nobody else need know:
+`dflashctl launch --config` starts the same command for every executor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from trainer.config import TrainConfig
+from trainer.resolve import resolve
+from trainer.run import plan_run, say
+
+LAUNCHED = "LOCAL_WORLD_SIZE"
+"""torchrun sets it, and no user does."""
+
+
+def needs_ranks(config: TrainConfig, environment: Mapping[str, str]) -> bool:
+    """Whether this process must be replaced by torchrun."""
+    return config.pipeline.executor == "processes" and LAUNCHED not in environment
+
+
+def command(
+    arguments: Sequence[str], ranks: int, environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """argv of torchrun round ``-m trainer ARGUMENTS``. Several nodes meet by the variables that
+    ``dflashctl launch`` sets on each."""
+    nodes = int(environment.get("NNODES", "1"))
+    where = ["--standalone"]
+    if nodes > 1:
+        where = [
+            *("--nnodes", str(nodes), "--node-rank", environment["NODE_RANK"]),
+            *("--master-addr", environment["MASTER_ADDR"]),
+            *("--master-port", environment["MASTER_PORT"]),
+        ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *where]
+    return [*launcher, "--nproc-per-node", str(ranks), "-m", "trainer", *arguments]
+
+
+def become_torchrun(config: TrainConfig, arguments: Sequence[str]) -> None:
+    """Does not return. The process keeps its id, so whoever watches or stops it still can."""
+    plan = plan_run(resolve(config))
+    argv = command(arguments, len(plan.targets) + len(plan.drafters))
+    say(f"starting {len(plan.targets)} targets and {len(plan.drafters)} drafters by torchrun")
+    os.execv(argv[0], argv)
