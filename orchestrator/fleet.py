@@ -114,7 +114,7 @@ class Fleet:
     ) -> None:
         """:param ask: prompt for passwords (never where many hosts are reached at once)."""
         self.state = state
-        self._ask = ask
+        self.asks = ask
         self._notice = notice
         self._lock = threading.Lock()
         self._hosts: dict[HostTarget, HostConnection] = {}
@@ -137,7 +137,7 @@ class Fleet:
     def connection(self, host: HostTarget) -> HostConnection:
         """The host's connection, opened by its first session."""
         with self._lock:
-            return self._hosts.setdefault(host, HostConnection(host, ask=self._ask))
+            return self._hosts.setdefault(host, HostConnection(host, ask=self.asks))
 
     def expect(self, targets: Iterable[Target]) -> None:
         """Say what will be asked at once: several containers of a host go through its own agent.

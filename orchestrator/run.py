@@ -6,22 +6,19 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from orchestrator.errors import DflashctlError, RunNotFound, UnreachableError, UsageError
+from orchestrator.fanout import each
 from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Cards, Looks
 from orchestrator.inventory import NAME, Inventory
 from orchestrator.state import LaptopState
 from orchestrator.target import RUN_ID, Target, everything, resolve
 
-# Containers of one host asked at once: one that does not answer keeps so many threads, and none of
-# another host's.
-CONCURRENCY = 64
 ENDED = frozenset({"finished", "failed", "stopped"})
 
 
@@ -133,36 +130,20 @@ def ask_all(
 
     A host that does not answer is one late :class:`Asked` with its error; it holds up nobody.
     """
-    fleet.expect(targets)
-    pools = {
-        host: ThreadPoolExecutor(CONCURRENCY, thread_name_prefix=f"ask {host.name}")
-        for host in dict.fromkeys(target.host for target in targets)
-    }
-    waiting: list[Future[Asked]] = [
-        pools[target.host].submit(_ask, fleet, target, looks, fields) for target in targets
-    ]
-    try:
-        for done in as_completed(waiting):
-            yield done.result()
-    finally:
-        for pool in pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
 
-
-def _ask(fleet: Fleet, target: Target, looks: Looks | None, fields: dict[str, Any]) -> Asked:
-    try:
+    def ask(target: Target) -> Asked:
         channel = fleet.container(target)
         try:
             listing = channel.request("run.list", **fields)
             look = looks.begin(target, channel) if looks else None
             runs = tuple(RunSummary.model_validate(run) for run in listing.result()["runs"])
-            cards = look.cards(runs) if look else {}
+            return Asked(target, runs, cards=look.cards(runs) if look else {})
         finally:
             # Its place among the host's channels is wanted by the next container.
             channel.close()
-    except DflashctlError as error:
-        return Asked(target, error=error)
-    return Asked(target, runs, cards=cards)
+
+    for target, found in each(fleet, targets, ask):
+        yield Asked(target, error=found) if isinstance(found, DflashctlError) else found
 
 
 def choose(

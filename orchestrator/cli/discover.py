@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,9 @@ from orchestrator import discover as discovering
 from orchestrator.cli import output
 from orchestrator.cli.options import InventoryOption, JsonOption
 from orchestrator.cli.session import Session, open_session
-from orchestrator.discover import Discovery
+from orchestrator.discover import Answers, Discovery
 from orchestrator.errors import DflashctlError, UsageError
+from orchestrator.fanout import each_host
 from orchestrator.laptop_path import writing
 from orchestrator.state import write_private
 from orchestrator.target import HostTarget, resolve_host
@@ -39,9 +41,12 @@ def discover(
                 "the inventory has no host", next_step="dflashctl inventory discover root@HOST"
             )
         folder = _folder(session, inventory) if write else None
-        for target in [resolve_host(session.inventory, name) for name in wanted]:
+        targets = [resolve_host(session.inventory, name) for name in dict.fromkeys(wanted)]
+        for target, answers in each_host(session.fleet, targets, partial(_ask, session)):
             try:
-                _one(session, target, folder, as_json)
+                if isinstance(answers, DflashctlError):
+                    raise answers
+                _one(session, target, answers, folder, as_json)
             except DflashctlError as error:
                 # A host that is down hides none of the others.
                 failed.append(error)
@@ -61,8 +66,13 @@ def _folder(session: Session, inventory: Path | None) -> Path:
     )
 
 
-def _one(session: Session, host: HostTarget, folder: Path | None, as_json: bool) -> None:
-    answers = discovering.ask(session.fleet.host(host))
+def _ask(session: Session, host: HostTarget) -> Answers:
+    return discovering.ask(session.fleet.host(host))
+
+
+def _one(
+    session: Session, host: HostTarget, answers: Answers, folder: Path | None, as_json: bool
+) -> None:
     found = discovering.discover(session.inventory, host, answers.containers, answers.cards)
     text = discovering.render(found)
     path = folder / f"{found.host}.yaml" if folder else None

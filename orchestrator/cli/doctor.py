@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +12,9 @@ from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
 from orchestrator.errors import DflashctlError
+from orchestrator.fanout import each
+from orchestrator.fleet import Fleet
+from orchestrator.target import Target
 
 
 def doctor(
@@ -27,18 +31,14 @@ def doctor(
     """Check everything a launch needs; start nothing. Exits 4 if a launch would be refused."""
     code = 0
     with open_session(inventory) as session:
-        for target in session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]:
-            try:
-                channel = session.fleet.container(target)
-                modules = preflight.MODULES if trainer else ()
-                fields = preflight.request_fields(target, modules, None)
-                asked = channel.request("preflight", **fields)
-                hello = channel.hello()
-                checks = preflight.read(asked.result(), target)
-            except DflashctlError as error:
-                output.fail(error, as_json=as_json)
-                code = max(code, error.exit_code)
+        chosen = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
+        modules = preflight.MODULES if trainer else ()
+        for target, found in each(session.fleet, chosen, partial(_look, session.fleet, modules)):
+            if isinstance(found, DflashctlError):
+                output.fail(found, as_json=as_json)
+                code = max(code, found.exit_code)
                 continue
+            hello, checks = found
             refused = preflight.refusal(checks, target)
             code = max(code, refused.exit_code if refused else 0)
             if as_json:
@@ -49,6 +49,15 @@ def doctor(
             for check in checks:
                 _show(check)
     raise typer.Exit(code)
+
+
+def _look(
+    fleet: Fleet, modules: tuple[str, ...], target: Target
+) -> tuple[dict[str, Any], list[preflight.Check]]:
+    with fleet.container(target) as channel:
+        fields = preflight.request_fields(target, modules, None)
+        asked = channel.request("preflight", **fields)
+        return channel.hello(), preflight.read(asked.result(), target)
 
 
 def _show(check: preflight.Check) -> None:

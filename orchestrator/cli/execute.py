@@ -6,8 +6,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -18,10 +18,21 @@ from orchestrator.cli import output
 from orchestrator.cli.app import COMMAND_KEY
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
-from orchestrator.errors import UsageError
+from orchestrator.errors import DflashctlError, UsageError
+from orchestrator.fanout import each
+from orchestrator.fleet import Fleet
 from orchestrator.launch import Step, ssh_argv
 from orchestrator.run import seconds
+from orchestrator.screen import LogScreen
 from orchestrator.target import Target
+
+# A line without an end is shown at this length: it would fill our memory.
+LONGEST_LINE = 1 << 20
+
+Show = Mapping[str, Callable[[bytes], object]]
+"""By the name of the stream."""
+Emit = Callable[[dict[str, Any]], None]
+"""Takes the answer as JSON; None where words are wanted."""
 
 
 def execute(
@@ -43,7 +54,8 @@ def execute(
 ) -> None:
     """Run one command in a container: dflashctl exec TARGET -- COMMAND...
 
-    The command's own exit code is this one's; 128+N where signal N ended it.
+    The command's own exit code is this one's; 128+N where signal N ended it. In several containers
+    it runs at once, each line marked with its container, and the highest code is this one's.
     """
     words: tuple[str, ...] = ctx.meta.get(COMMAND_KEY, ())
     if not words:
@@ -57,14 +69,18 @@ def execute(
             for target in found:
                 _show_plan(target, fields, as_json)
             return
-        codes = []
-        for target in found:
-            # The program alone: arguments may hold a secret.
-            with audited(session.fleet, target, "exec", output.notice, program=words[0]) as line:
-                channel = session.fleet.container(target)
-                codes.append(_run(channel, target, fields, stdin, as_json))
-                line["exit_code"] = codes[-1]
-    raise typer.Exit(max(codes))
+        if len(found) == 1:
+            show = {"stdout": output.shower(sys.stdout), "stderr": output.shower(sys.stderr)}
+            emit = output.emit if as_json else None
+            code = _audited(session.fleet, found[0], fields, show, stdin, emit)
+        elif stdin:
+            raise UsageError(
+                f"--stdin hands the input to one container, and {len(found)} were named",
+                next_step="name one, or push a file and let the command read that",
+            )
+        else:
+            code = _in_each(session.fleet, found, fields, as_json)
+    raise typer.Exit(code)
 
 
 def _show_plan(target: Target, fields: dict[str, Any], as_json: bool) -> None:
@@ -80,26 +96,104 @@ def _show_plan(target: Target, fields: dict[str, Any], as_json: bool) -> None:
         output.say(step.line())
 
 
+class _Marked:
+    """Whole lines of one stream of one container among several."""
+
+    def __init__(self, stream: TextIO, mark: str, lock: threading.Lock) -> None:
+        self._screen = LogScreen(
+            stream.buffer, terminal=stream.isatty(), colour=output.wants_colour(stream), prefix=mark
+        )
+        self._lock = lock
+        self._rest = b""
+
+    def __call__(self, data: bytes) -> None:
+        lines, end, self._rest = (self._rest + data).rpartition(b"\n")
+        if len(self._rest) > LONGEST_LINE:
+            lines, end, self._rest = lines + end + self._rest, b"\n", b""
+        if end:
+            with self._lock:
+                self._screen.write(lines + end)
+
+    def close(self) -> None:
+        if self._rest:
+            self(b"\n")
+
+
+def _in_each(fleet: Fleet, targets: Sequence[Target], fields: dict[str, Any], as_json: bool) -> int:
+    """At once in all of them, told as they come; the highest exit code."""
+    lock = threading.Lock()
+    width = max(len(target.name) for target in targets)
+
+    def emit(body: dict[str, Any]) -> None:
+        with lock:
+            output.emit(body)
+
+    def work(target: Target) -> int:
+        mark = f"{target.name:<{width}} | "
+        show = {
+            "stdout": _Marked(sys.stdout, mark, lock),
+            "stderr": _Marked(sys.stderr, mark, lock),
+        }
+        try:
+            return _audited(fleet, target, fields, show, False, emit if as_json else None)
+        finally:
+            for one in show.values():
+                one.close()
+
+    codes = []
+    for target, found in each(fleet, targets, work):
+        if isinstance(found, DflashctlError):
+            with lock:
+                output.fail(found, as_json=as_json)
+        elif found and not as_json:
+            with lock:
+                output.notice(f"{target.name}: exit code {found}")
+        codes.append(found.exit_code if isinstance(found, DflashctlError) else found)
+    return max(codes)
+
+
+def _audited(
+    fleet: Fleet,
+    target: Target,
+    fields: dict[str, Any],
+    show: Show,
+    stdin: bool,
+    emit: Emit | None,
+) -> int:
+    # The program alone: arguments may hold a secret.
+    program = fields["command"][0]
+    with (
+        audited(fleet, target, "exec", output.notice, program=program) as line,
+        fleet.container(target) as channel,
+    ):
+        line["exit_code"] = code = _run(channel, target, fields, show, stdin, emit)
+    return code
+
+
 def _run(
-    channel: AgentChannel, target: Target, fields: dict[str, Any], stdin: bool, as_json: bool
+    channel: AgentChannel,
+    target: Target,
+    fields: dict[str, Any],
+    show: Show,
+    stdin: bool,
+    emit: Emit | None,
 ) -> int:
     extra = {"stdin": True, "more": True} if stdin else {}
     request = channel.request("exec", **fields, **extra)
     if stdin:
         threading.Thread(target=request.feed, args=(_input(),), daemon=True).start()
     heard = {"stdout": bytearray(), "stderr": bytearray()}
-    show = {"stdout": output.shower(sys.stdout), "stderr": output.shower(sys.stderr)}
     for head, payload in request.frames():
         if "stream" not in head:
             continue
-        if as_json:
+        if emit:
             heard[head["stream"]] += payload
         else:
             show[head["stream"]](payload)
     answer = request.result()
-    if as_json:
+    if emit:
         text = {name: bytes(data).decode(errors="replace") for name, data in heard.items()}
-        output.emit({"host": target.host.name, "ct": target.ct, **answer, **text})
+        emit({"host": target.host.name, "ct": target.ct, **answer, **text})
     if answer.get("timed_out"):
         output.notice(f"{target.name}: the command was ended when its time was over")
     if answer.get("signal"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +21,8 @@ from orchestrator.cli.options import (
 )
 from orchestrator.cli.session import Session, open_session
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UsageError
+from orchestrator.fanout import each_run
+from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Looks, mean_use
 from orchestrator.launch import whoami
 from orchestrator.reconnect import reconnecting
@@ -138,8 +140,8 @@ def status(
     with open_session(inventory) as session:
         found = []
         for ref in session.runs(runs, host, ct):
-            channel = session.fleet.container(ref.target)
-            answer = channel.call("run.status", lines=lines, **ref.fields)
+            with session.fleet.container(ref.target) as channel:
+                answer = channel.call("run.status", lines=lines, **ref.fields)
             summary = RunSummary.model_validate(answer)
             found.append(summary)
             if as_json:
@@ -202,15 +204,22 @@ def stop(
     fields = {"grace_s": seconds(grace)} if grace else {}
     failed: list[DflashctlError] = []
     with open_session(inventory) as session:
-        for ref in session.runs(runs, host, ct):
-            try:
-                with audited(session.fleet, ref.target, "stop", output.notice, run_id=ref.run_id):
-                    run_id = _stop(session, ref, fields, as_json)
-                    _give_back(session, ref, run_id)
-            except DflashctlError as error:
-                # The others are stopped all the same.
-                failed.append(error)
-                output.fail(error, as_json=as_json)
+
+        def work(ref: RunRef) -> dict[str, Any]:
+            with audited(session.fleet, ref.target, "stop", output.notice, run_id=ref.run_id):
+                answer = _stop(session.fleet, ref, fields, as_json)
+                _give_back(session, ref, answer["run_id"])
+            return answer
+
+        # At once: what hangs in one container must not keep another's run going.
+        for ref, answer in each_run(session.fleet, session.runs(runs, host, ct), work):
+            if isinstance(answer, DflashctlError):
+                failed.append(answer)
+                output.fail(answer, as_json=as_json)
+            elif as_json:
+                output.emit({"host": ref.target.host.name, "ct": ref.target.ct, **answer})
+            else:
+                _tell_stopped(answer)
     if failed:
         raise typer.Exit(max(error.exit_code for error in failed))
 
@@ -223,8 +232,8 @@ def _give_back(session: Session, ref: RunRef, run_id: str) -> None:
         output.notice(f"{error.where}: leases were not given back: {error.what}")
 
 
-def _stop(session: Session, ref: RunRef, fields: dict[str, Any], as_json: bool) -> str:
-    """Stop it and say how it ended; its id. After a cut it is asked for again."""
+def _stop(fleet: Fleet, ref: RunRef, fields: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    """Stop it; its id and how it ended. After a cut it is asked for again."""
     run_id = ref.run_id
     asked = 0
 
@@ -240,16 +249,18 @@ def _stop(session: Session, ref: RunRef, fields: dict[str, Any], as_json: bool) 
                 output.notice(f"{run_id}: sent SIG{head['signal']}, {left} processes left")
         return request.result()
 
-    channels = partial(session.fleet.container, ref.target)
-    answer = reconnecting(session.fleet, channels, ask, output.notice)
+    with contextlib.ExitStack() as opened:
+        answer = reconnecting(
+            fleet, lambda: opened.enter_context(fleet.container(ref.target)), ask, output.notice
+        )
     if asked > 1 and answer["state"] == "stopped":
         # By our first request, whose answer was lost.
         answer["already"] = False
-    assert run_id is not None
-    if as_json:
-        place = {"run_id": run_id, "host": ref.target.host.name, "ct": ref.target.ct}
-        output.emit({**place, **answer})
-        return run_id
+    return {"run_id": run_id, **answer}
+
+
+def _tell_stopped(answer: dict[str, Any]) -> None:
+    run_id = answer["run_id"]
     for line in answer.get("last_lines") or []:
         output.say(f"  | {line}")
     if answer.get("already"):
@@ -258,4 +269,3 @@ def _stop(session: Session, ref: RunRef, fields: dict[str, Any], as_json: bool) 
         how = f"signal {answer['signal']}" if answer.get("signal") else None
         code = f"exit code {answer.get('exit_code')}"
         output.say(f"{run_id} {answer['state']} ({how or code})")
-    return run_id

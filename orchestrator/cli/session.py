@@ -33,7 +33,9 @@ class Session:
         self, names: Sequence[str] | None, host: str | None, ct: int | None
     ) -> list[Target]:
         """The containers named; empty where none was."""
-        return targets.resolve(self.inventory, names or (), host, ct)
+        found = targets.resolve(self.inventory, names or (), host, ct)
+        self.fleet.expect(found)
+        return found
 
     def one_target(self, names: Sequence[str] | None, host: str | None, ct: int | None) -> Target:
         """:raises UsageError: none or several were named."""
@@ -48,7 +50,9 @@ class Session:
         )
 
     def runs(self, words: Sequence[str] | None, host: str | None, ct: int | None) -> list[RunRef]:
-        return choose(self.fleet, self.inventory, self.state, words or (), host, ct)
+        found = choose(self.fleet, self.inventory, self.state, words or (), host, ct)
+        self.fleet.expect([ref.target for ref in found])
+        return found
 
     def one_run(self, words: Sequence[str] | None, host: str | None, ct: int | None) -> RunRef:
         """:raises UsageError: several runs were named."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,8 +22,13 @@ from orchestrator.cli.options import (
     Targets,
 )
 from orchestrator.cli.session import open_session
+from orchestrator.errors import DflashctlError
+from orchestrator.fanout import each
+from orchestrator.fleet import Fleet
 from orchestrator.laptop_path import laptop_path, working_folder
+from orchestrator.release import Release
 from orchestrator.run import RunRef
+from orchestrator.target import Target
 
 
 def push(
@@ -52,28 +58,53 @@ def push(
                 output.say(entry.path)
             output.notice(f"{release.files} files, {output.size(release.bytes)}: {release.id}")
             return
-        for target in found:
-            meter = output.Meter(f"pushing to {target.name}", release.bytes)
-            facts = {"release": release.id}
-            try:
-                with audited(session.fleet, target, "push", output.notice, **facts):
-                    answer = releases.push(
-                        session.fleet,
-                        partial(session.fleet.container, target),
-                        release,
-                        notice=output.notice,
-                        progress=meter,
-                    )
-            finally:
-                meter.close()
-            if as_json:
-                output.emit({"host": target.host.name, "ct": target.ct, **answer})
+        failed = _push(session.fleet, found, release, as_json)
+    if failed:
+        raise typer.Exit(max(error.exit_code for error in failed))
+
+
+def _push(
+    fleet: Fleet, targets: Sequence[Target], release: Release, as_json: bool
+) -> list[DflashctlError]:
+    """Into all of them at once, told as they are done; what kept it from some."""
+    names = targets[0].name if len(targets) == 1 else f"{len(targets)} containers"
+    meter = output.Meter(f"pushing to {names}", release.bytes * len(targets))
+
+    def work(target: Target) -> dict[str, Any]:
+        with (
+            audited(fleet, target, "push", output.notice, release=release.id),
+            contextlib.ExitStack() as opened,
+        ):
+            return releases.push(
+                fleet,
+                lambda: opened.enter_context(fleet.container(target)),
+                release,
+                notice=output.notice,
+                progress=meter,
+            )
+
+    failed = []
+    try:
+        for target, answer in each(fleet, targets, work):
+            if isinstance(answer, DflashctlError):
+                output.fail(answer, as_json=as_json)
+                failed.append(answer)
             else:
-                was = "was there already" if answer["existing"] else "pushed"
-                output.say(
-                    f"{answer['release']} {was} on {target.name}: {release.files} files, "
-                    f"{output.size(release.bytes)}, at {answer['path']}"
-                )
+                _tell(target, release, answer, as_json)
+    finally:
+        meter.close()
+    return failed
+
+
+def _tell(target: Target, release: Release, answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        output.emit({"host": target.host.name, "ct": target.ct, **answer})
+        return
+    was = "was there already" if answer["existing"] else "pushed"
+    output.say(
+        f"{answer['release']} {was} on {target.name}: {release.files} files, "
+        f"{output.size(release.bytes)}, at {answer['path']}"
+    )
 
 
 def pull(

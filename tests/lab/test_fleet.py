@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -275,3 +276,37 @@ def test_without_an_agent_on_the_host_they_take_turns_with_one_notice(
     done = cli("inventory", "check", code=0)
     assert done.stdout.count("answers") == 20
     assert done.stderr.count("the agent cannot run on the host itself") == 1
+
+
+def test_a_command_in_several_runs_at_once_and_marks_their_lines(
+    cli: Cli, lab: Lab, crowd: list[str]
+) -> None:
+    words = ("sh", "-c", "echo out $(pwd); echo err >&2; printf end; exit 3")
+    done = cli("exec", "lab/200", "lab/201", "lab/202", "--", *words, code=4)
+    for name in ("lab/200", "lab/201"):
+        # The first name of the inventory that has this container.
+        mark = f"{'c0' if name == 'lab/200' else 'c1':<7} | "
+        assert {f"{mark}out /root", f"{mark}end"} <= set(done.stdout.splitlines()), done.stdout
+        assert f"{mark}err" in done.stderr.splitlines()
+    assert "lab/202: the container is not running" in done.stderr
+    assert done.stderr.count("exit code 3") == 2
+
+
+def test_the_answers_of_several_are_an_object_each(cli: Cli, crowd: list[str]) -> None:
+    done = cli("exec", "c0", "c1", "--json", "--", "sh", "-c", "exit 3", code=3)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(one["ct"], one["exit_code"]) for one in found} == {(200, 3), (201, 3)}
+
+
+def test_input_is_for_one_container(cli: Cli, crowd: list[str]) -> None:
+    assert "2 were named" in cli("exec", "c0", "c1", "--stdin", "--", "cat", code=2).stderr
+
+
+def test_a_push_to_several_reaches_all_that_can_be_reached(
+    cli: Cli, lab: Lab, crowd: list[str], code: Path, proxied: Proxy
+) -> None:
+    (code / "data").write_bytes(os.urandom(2_000_000))
+    done = cli("push", "c0", "c1", "lab/202", cwd=code, code=4)
+    assert done.stdout.count("pushed on") == 2
+    assert "lab/202: the container is not running" in done.stderr
+    assert cli("push", "c0", "c1", cwd=code, code=0).stdout.count("was there already") == 2

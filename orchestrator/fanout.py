@@ -1,0 +1,81 @@
+"""The same question to many containers or hosts at once; answers in the order they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from orchestrator.errors import AuthenticationFailed, DflashctlError
+from orchestrator.fleet import Fleet
+from orchestrator.target import HostTarget, Target
+
+if TYPE_CHECKING:
+    from orchestrator.run import RunRef
+
+# Containers of one host asked at once: one that does not answer keeps so many threads, and none of
+# another host's.
+CONCURRENCY = 64
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+
+def each(
+    fleet: Fleet, targets: Sequence[Target], work: Callable[[Target], Answer]
+) -> Iterator[tuple[Target, Answer | DflashctlError]]:
+    """``work`` of every target, in threads. Its error is an answer too: it holds up nobody.
+
+    ``work`` closes the channels that it opens: the next container may wait for their places.
+    """
+    fleet.expect(targets)
+    return _at_once(fleet, [(target.host, target) for target in targets], work)
+
+
+def each_run(
+    fleet: Fleet, refs: Sequence[RunRef], work: Callable[[RunRef], Answer]
+) -> Iterator[tuple[RunRef, Answer | DflashctlError]]:
+    """The same for runs, of which a container may have several."""
+    fleet.expect([ref.target for ref in refs])
+    return _at_once(fleet, [(ref.target.host, ref) for ref in refs], work)
+
+
+def each_host(
+    fleet: Fleet, hosts: Sequence[HostTarget], work: Callable[[HostTarget], Answer]
+) -> Iterator[tuple[HostTarget, Answer | DflashctlError]]:
+    """``work`` of every host, in threads."""
+    return _at_once(fleet, [(host, host) for host in hosts], work)
+
+
+def _at_once(
+    fleet: Fleet, items: Sequence[tuple[HostTarget, Asked]], work: Callable[[Asked], Answer]
+) -> Iterator[tuple[Asked, Answer | DflashctlError]]:
+    pools = {
+        host: ThreadPoolExecutor(CONCURRENCY, thread_name_prefix=f"each {host.name}")
+        for host, _ in items
+    }
+    waiting: dict[Future[Answer], tuple[HostTarget, Asked]] = {
+        pools[host].submit(work, item): (host, item) for host, item in items
+    }
+    refused: set[HostTarget] = set()
+    try:
+        for done in as_completed(waiting):
+            host, item = waiting[done]
+            answer = _told(done.result)
+            if isinstance(answer, AuthenticationFailed) and fleet.asks and host not in refused:
+                # A person is asked for a password in the main thread alone, which is this one.
+                answer = _told(partial(work, item))
+                if isinstance(answer, AuthenticationFailed):
+                    refused.add(host)
+            yield item, answer
+    finally:
+        for pool in pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _told(work: Callable[[], Answer]) -> Answer | DflashctlError:
+    try:
+        return work()
+    except DflashctlError as error:
+        return error
