@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from orchestrator.diag import scan, scope, steps, tracebacks
 from orchestrator.diag.finding import Finding, Quote, Severity
 from orchestrator.diag.outcome import Outcome, read_outcome
 from orchestrator.diag.probes import Probe, Probes
+from orchestrator.diag.search import Hit, Text, distinct
 from orchestrator.diag.text import Line, read_lines
 from orchestrator.diag.tracebacks import Failure
 
@@ -23,17 +21,6 @@ _OWN_NUMBER = (
     r"pve-config-(\d{3,9})\.lock|/lxc/(\d{3,9})\.conf",
     r"\bct(\d{3,9})\b|dflashctl\b.*?\b[A-Za-z][\w.-]*/(\d{3,5})\b",
 )
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A place where a pattern was found."""
-
-    line: Line
-    match: re.Match[str]
-
-    def __getitem__(self, group: int | str) -> str:
-        return self.match[group] or ""
 
 
 class Evidence:
@@ -116,16 +103,16 @@ class Evidence:
                 return match[0]
         hits = self._log_text.search(_OWN_NUMBER)
         asked = [p for p in self.probes.named(r"^(?:pct_status|pct|pct_config)$")]
-        hits += _Text([li for probe in asked for li in probe.lines]).search(_OWN_NUMBER)
+        hits += Text([li for probe in asked for li in probe.lines]).search(_OWN_NUMBER)
         return next((g for hit in hits for g in hit.match.groups() if g), "")
 
     @cached_property
-    def _log_text(self) -> _Text:
-        return _Text(distinct(self.lines))
+    def _log_text(self) -> Text:
+        return Text(distinct(self.lines))
 
     @cached_property
-    def _probe_text(self) -> _Text:
-        return _Text(self.probes.lines)
+    def _probe_text(self) -> Text:
+        return Text(self.probes.lines)
 
     @cached_property
     def errors(self) -> list[Failure]:
@@ -246,155 +233,3 @@ def _first(place: Hit | Line | Failure | Probe | Quote) -> int:
         return place.first
     line = _line(place)
     return line.number if line is not None else 0
-
-
-SAME_SHAPE = 24  # lines of one shape that are searched: half from the front, half from the back
-
-
-def distinct(lines: Sequence[Line]) -> list[Line]:
-    """Without the bulk of lines that differ from others only in their digits."""
-    shapes = [line.text.translate(_NO_DIGITS) for line in lines]
-    left = Counter(shapes)
-    taken: Counter[str] = Counter()
-    kept = []
-    for line, shape in zip(lines, shapes, strict=True):
-        taken[shape] += 1
-        left[shape] -= 1
-        if taken[shape] <= SAME_SHAPE // 2 or left[shape] < SAME_SHAPE // 2:
-            kept.append(line)
-    return kept
-
-
-_NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
-
-
-class _Text:
-    """Lines joined once. A pattern's branches are tried only on lines that hold their literal.
-
-    Some 900 branches over a log of 20,000 unlike lines took 17 s as plain searches.
-    """
-
-    def __init__(self, lines: Sequence[Line]) -> None:
-        self.lines = lines
-        self.text = "\n".join(li.text.replace("\n", " ") for li in lines)
-        self.lower = self.text.lower()
-        if len(self.lower) != len(self.text):  # a few letters have longer lower forms
-            self.lower = "".join(c.lower() if len(c.lower()) == 1 else c for c in self.text)
-        self.starts: list[int] = []
-        offset = 0
-        for line in lines:
-            self.starts.append(offset)
-            offset += len(line.text) + 1
-        self._found: dict[str, dict[int, Hit]] = {}
-        self._places: dict[tuple[str, bool], list[int]] = {}
-
-    def search(self, patterns: Iterable[str]) -> list[Hit]:
-        found: dict[int, Hit] = {}
-        for pattern in patterns:
-            for index, hit in self._hits(pattern).items():
-                found.setdefault(index, hit)
-        return [found[i] for i in sorted(found)]
-
-    def _hits(self, pattern: str) -> dict[int, Hit]:
-        known = self._found.get(pattern)
-        if known is None:
-            known = self._found[pattern] = {}
-            for literal, folded, compiled in _branches(pattern):
-                for index in self._holding(literal, folded):
-                    match = compiled.search(self.lines[index].text)
-                    if match is not None:
-                        known.setdefault(index, Hit(self.lines[index], match))
-        return known
-
-    def _holding(self, literal: str, folded: bool) -> Sequence[int]:
-        """Indices of the lines that contain ``literal``."""
-        if not literal:
-            return range(len(self.lines))
-        known = self._places.get((literal, folded))
-        if known is None:
-            known = []
-            text = self.lower if folded else self.text
-            at = text.find(literal)
-            while at >= 0:
-                index = bisect_right(self.starts, at) - 1
-                known.append(index)
-                after = self.starts[index + 1] if index + 1 < len(self.starts) else len(text)
-                at = text.find(literal, after)
-            self._places[literal, folded] = known
-        return known
-
-
-@lru_cache(maxsize=4096)
-def _branches(pattern: str) -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """A pattern's top-level alternatives, each with a literal that it cannot match without."""
-    folded = pattern.startswith("(?i)")
-    body = pattern.removeprefix("(?i)")
-    made = []
-    for branch in alternatives(body):
-        literal = needle(branch)
-        made.append(
-            (
-                literal.lower() if folded else literal,
-                folded,
-                re.compile(("(?i)" if folded else "") + branch),
-            )
-        )
-    return tuple(made)
-
-
-def alternatives(pattern: str) -> list[str]:
-    """Split at the bars outside of groups and classes; whole if it has numbered groups, whose
-    numbers a split would shift."""
-    pieces, depth, start, i = [], 0, 0, 0
-    while i < len(pattern):
-        char = pattern[i]
-        if char == "\\":
-            i += 1
-        elif char == "[":
-            i = max(i, pattern.find("]", i + 2))
-        elif char == "(":
-            depth += 1
-            if pattern[i + 1 : i + 2] != "?":
-                return [pattern]
-        elif char == ")":
-            depth -= 1
-        elif char == "|" and depth == 0:
-            pieces.append(pattern[start:i])
-            start = i + 1
-        i += 1
-    return [*pieces, pattern[start:]]
-
-
-def needle(pattern: str) -> str:
-    """The longest literal that every match of ``pattern`` must contain; empty if none is sure."""
-    runs, run, depth, i = [""], "", 0, 0
-    while i < len(pattern):
-        char = pattern[i]
-        literal = ""
-        if char == "\\" and i + 1 < len(pattern):
-            if not pattern[i + 1].isalnum():
-                literal = pattern[i + 1]
-            i += 1
-        elif char == "[":
-            end = pattern.find("]", i + 2)
-            i = end if end > 0 else len(pattern)
-        elif char == "(":
-            depth += 1
-        elif char == ")":
-            depth -= 1
-        elif char == "|" and depth == 0:
-            return ""
-        elif char in "?*{":
-            if depth == 0:
-                run = run[:-1]
-            if char == "{":
-                i = pattern.find("}", i)
-        elif char not in ".^$+":
-            literal = char
-        if literal and depth == 0:
-            run += literal
-        else:
-            runs.append(run)
-            run = ""
-        i += 1
-    return max([*runs, run], key=len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from orchestrator.diag import Evidence, diagnose, scan
 CASES = Path(__file__).parent / "cases"
 
 
+@cache
 def filler(count: int, first: int = 0) -> bytes:
     lines = (
         f"step {i:>8}/9999999 | loss {2 + 7 / (1 + i / 900):.4f} | acc 0.1 | tau 1.20 | "
