@@ -200,6 +200,16 @@ class MasterAdamW:
         self.skipped.fill_(state["skipped"])
         self.zero()
 
+    @torch.no_grad()
+    def share(self, broadcast: Callable[[Tensor], None]) -> None:
+        """See ``DrafterStage.share``."""
+        for group in self.groups:
+            for kind in group.kinds:
+                broadcast(getattr(group, kind))
+            if group.weight is not group.master:
+                group.weight.copy_(group.master)
+        broadcast(self.skipped)
+
 
 class Now(NamedTuple):
     step: int

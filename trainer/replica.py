@@ -121,6 +121,9 @@ class DrafterReplica:
     def load(self, state: dict[str, Any]) -> None:
         self.optimizer.load(state)
 
+    def share(self, broadcast: Callable[[Tensor], None]) -> None:
+        self.optimizer.share(broadcast)
+
 
 class StepGraph:
     """A replica's microbatch and update as two graphs, with the tensors that they read."""

@@ -20,6 +20,7 @@ from trainer.config import TrainConfig, digest, flatten
 from trainer.data.features import NONE
 from trainer.data.pack import PackedBatches
 from trainer.data.prepare import Prepared, feature_file, load_prepared, prepare
+from trainer.data.share import share_data
 from trainer.drafter import format as drafter_format
 from trainer.drafter.model import Drafter
 from trainer.feature_cache import CachedTarget, Recall
@@ -180,6 +181,7 @@ class Run:
             self.make_drafter,
             self.writer.event,
             self.compile_lock,
+            digest(self.store.fingerprint),
         )
 
 
@@ -226,16 +228,17 @@ def prepare_run(opened: Opened) -> Run:
     resolved, folder, writer = opened.resolved, opened.folder, opened.writer
     config, plan, place, leads = resolved.config, opened.plan, opened.place, opened.leads
     targets = Targets(resolved)
+    made = None
     if leads:
         for note in resolved.notes:
             say(note)
-        data = make_data(resolved, targets, folder)
+        made = make_data(resolved, targets, folder)
         say(plan.table())
-    elif place is not None and place.leads_node and RUN_DIR_VARIABLE in os.environ:
-        # The supervisor gives every node a folder of its own, where nobody else makes the data.
-        data = make_data(resolved, targets, folder)
+    if place is not None and place.nodes > 1 and place.leads_node:
+        # Every node may have a folder of its own, where nobody else puts the data.
+        data = share_data(config, data_folder(config, folder), place, made)
     else:
-        data = wait_for_data(resolved, folder)
+        data = made or wait_for_data(resolved, folder)
     writer.event("data", fingerprint=data.fingerprint, key=digest(data.fingerprint))
     writer.event("plan", **plan.as_data())
     pad = resolved.tokenizer.pad_token_id

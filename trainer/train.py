@@ -83,15 +83,13 @@ def loop(run: Run, signals: StopSignals) -> None:
 
 def _resume(run: Run, executor: Executor) -> tuple[int, float | None]:
     """Steps done and the best measure so far."""
-    path = run.store.newest()
-    if path is None:
-        return 0, None
-    loaded = run.store.load(path)
-    executor.load(loaded.state)
-    run.writer.event("resumed", path=str(path), step=loaded.step)
-    if run.leads:
-        say(f"resumed {path.name}: {loaded.step} of {run.batches.steps} steps are done")
-    return loaded.step, loaded.best
+    path = run.store.newest() if run.leads else None
+    done, best = executor.resume(lambda: None if path is None else run.store.load(path))
+    if done:
+        run.writer.event("resumed", path=str(path or ""), step=done)
+    if path is not None:
+        say(f"resumed {path.name}: {done} of {run.batches.steps} steps are done")
+    return done, best
 
 
 def _checkpoint(

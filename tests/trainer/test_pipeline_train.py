@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,11 +48,11 @@ def write_config(home: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-def start(config: Path, *launcher: str) -> subprocess.Popen[str]:
+def start(config: Path, *launcher: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "trainer", "train", str(config)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -171,3 +172,55 @@ def rank_process(torchrun: int, rank: str) -> int:
         if parent == str(torchrun) and f"RANK={rank}".encode() in environment:
             return int(entry.name)
     raise AssertionError("no such rank")
+
+
+# -- two nodes, each with a folder of its own -----------------------------------------------------
+
+
+def start_node(home: Path, config: Path, rank: int, port: int) -> subprocess.Popen[str]:
+    """One of two nodes: torchrun as ``dflashctl launch`` starts it, in a run folder of its own."""
+    folder = home / f"node-{rank}"
+    variables = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": str(port), "DFLASH_RUN_DIR": str(folder)}
+    return start(config, **variables)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_two_nodes_make_the_data_once_stop_together_and_resume_from_the_first(
+    home: Path, inline: list[float | None]
+) -> None:
+    config = write_config(
+        home,
+        "nodes",
+        pipeline={"executor": "processes", "targets": 1, "drafters": 1},
+        checkpoint={"every": 10_000},
+    )
+    first, second = home / "node-0", home / "node-1"
+    port = free_port()
+    nodes = [start_node(home, config, rank, port) for rank in range(2)]
+    wait_for(lambda: (first / "metrics.jsonl").exists() and len(steps(first)) >= 3)
+    # One node is asked, both leave.
+    os.killpg(nodes[1].pid, signal.SIGINT)
+    said = [finish(node) for node in nodes]
+    done = steps(first)[-1].step
+    assert done < STEPS, said
+    assert [p.name for p in (first / "checkpoints").glob("step-*")] == [f"step-{done:08d}"]
+    assert not (second / "checkpoints").exists()
+    reports = [(folder / "data" / "report.json").read_text() for folder in (first, second)]
+    assert reports[0] == reports[1]
+
+    port = free_port()
+    nodes = [start_node(home, config, rank, port) for rank in range(2)]
+    said = [finish(node) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert f"resumed step-{done:08d}" in said[0]
+    losses = {line.step: line.loss for line in steps(first)}
+    assert [losses[i + 1] for i in range(STEPS)] == pytest.approx(inline, rel=1e-4)
+    other = events(second / "ranks" / "0003-drafter-1")
+    assert other.count("resumed") == 1

@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -48,7 +47,11 @@ def share_data(config: TrainConfig, folder: Path, place: Place, made: Prepared |
     store = dist.PrefixStore(f"dflash-data/{attempt}", store)
     if made is not None:
         files = {name: (folder / name).stat().st_size for name in file_names(folder)}
-        told = {"key": digest(made.fingerprint), "report": made.fingerprint, "files": files}
+        told: dict[str, Any] = {
+            "key": digest(made.fingerprint),
+            "report": made.fingerprint,
+            "files": files,
+        }
         store.set(MADE, json.dumps(told))
     else:
         told = _await(store)
@@ -100,37 +103,35 @@ def _copy(folder: Path, files: dict[str, int], *, send: bool, wanted: bool) -> N
         return
     for name, size in files.items():
         path = folder / name
-        write: Callable[[bytes], Any] = _nothing
         part = path.with_name(path.name + ".part")
-        stream = None
         try:
             if send:
-                stream = path.open("rb")
+                with path.open("rb") as source:
+                    _pass_on(size, source, None)
             elif wanted:
                 part.parent.mkdir(parents=True, exist_ok=True)
-                stream = part.open("wb")
-                write = stream.write
-            for start in range(0, size, CHUNK):
-                count = min(CHUNK, size - start)
-                buffer = torch.empty(count, dtype=torch.uint8)
-                if send and stream is not None:
-                    buffer = torch.from_numpy(np.frombuffer(stream.read(count), np.uint8).copy())
-                dist.broadcast(buffer, src=0)
-                write(buffer.numpy().tobytes())
+                with part.open("wb") as sink:
+                    _pass_on(size, None, sink)
+                part.replace(path)
+            else:
+                _pass_on(size, None, None)
         except OSError as error:
             raise ResourceError(
                 f"cannot copy the leading node's data to {part}: {error.strerror}",
                 next_step="free disk space there, or name another data.folder",
             ) from None
-        finally:
-            if stream is not None:
-                stream.close()
-        if wanted and not send:
-            part.replace(path)
 
 
-def _nothing(data: bytes) -> None:
-    """This node has the data already."""
+def _pass_on(size: int, source: BinaryIO | None, sink: BinaryIO | None) -> None:
+    """One file's bytes, from the node with a ``source`` to those with a ``sink``."""
+    for start in range(0, size, CHUNK):
+        buffer = torch.empty(min(CHUNK, size - start), dtype=torch.uint8)
+        if source is not None:
+            read = np.frombuffer(source.read(buffer.numel()), np.uint8)
+            buffer = torch.from_numpy(read.copy())
+        dist.broadcast(buffer, src=0)
+        if sink is not None:
+            sink.write(buffer.numpy().tobytes())
 
 
 def _short(fingerprint: dict[str, Any]) -> str:

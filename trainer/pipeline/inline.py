@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from trainer.data.batch import Batch
-from trainer.pipeline.stages import DrafterStage, Job, StepResult, TargetStage
+from trainer.pipeline.stages import (
+    DrafterStage,
+    Job,
+    ReadCheckpoint,
+    StepResult,
+    TargetStage,
+    resume_alone,
+)
 
 
 class InlineExecutor:
@@ -60,6 +67,9 @@ class InlineExecutor:
 
     def load(self, state: dict[str, Any]) -> None:
         self.drafter.load(state)
+
+    def resume(self, read: ReadCheckpoint) -> tuple[int, float | None]:
+        return resume_alone(read, self.load)
 
     def close(self) -> None:
         self._thread.close()

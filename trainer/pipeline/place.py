@@ -65,9 +65,13 @@ class Place:
         return self.local_rank if self.is_target else self.local_rank - self.targets
 
     @property
-    def leads(self) -> bool:
+    def leader(self) -> int:
         """The one rank that writes: the first drafter of the first node."""
-        return self.rank == self.targets
+        return self.targets
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.leader
 
     @property
     def leads_node(self) -> bool:

@@ -36,7 +36,14 @@ from trainer.pipeline.place import Deal, Place
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import compare_fingerprints, fingerprint
 from trainer.pipeline.round import Round
-from trainer.pipeline.stages import SCALARS, DrafterStage, Job, StepResult, TargetStage
+from trainer.pipeline.stages import (
+    SCALARS,
+    DrafterStage,
+    Job,
+    ReadCheckpoint,
+    StepResult,
+    TargetStage,
+)
 
 FAILURE_KEY = "first-failure"
 BUFFERS = 2
@@ -114,8 +121,9 @@ class ProcessesExecutor:
             mine = None
             self.part = _DrafterPart(self, drafter, among)
         told: list[Any] = [None] * self.place.world
-        dist.all_gather_object(told, mine, group=everybody)
-        width, dtype = told[self.place.target_rank(0)]
+        dist.all_gather_object(told, (mine, self.job.key), group=everybody)
+        refuse_other_data(self.place, [key for _, key in told])
+        width, dtype = told[self.place.target_rank(0)][0]
         rows, length, _ = self.job.batches.shape
         depth = BUFFERS if self.place.is_target else self.plan.queue_depth
         self.part.buffers = [
@@ -143,9 +151,19 @@ class ProcessesExecutor:
             else {}
         )
 
-    def load(self, state: dict[str, Any]) -> None:
-        if isinstance(self.part, _DrafterPart):
-            self.part.stage.load(state)
+    def resume(self, read: ReadCheckpoint) -> tuple[int, float | None]:
+        with self._first_cause():
+            loaded = read() if self.place.leads else None
+            found: list[Any] = [None if loaded is None else (loaded.step, loaded.best)]
+            dist.broadcast_object_list(found, src=self.place.leader, group=self.round.group)
+            if found[0] is None:
+                return 0, None
+            if isinstance(self.part, _DrafterPart):
+                if loaded is not None:
+                    self.part.stage.load(loaded.state)
+                self.part.share_state()
+            step, best = found[0]
+            return step, best
 
     def close(self) -> None:
         """Waits for the leading rank, which may still be saving: a rank that leaves before makes
@@ -200,6 +218,18 @@ class ProcessesExecutor:
         except RuntimeError:
             # The store went with the machine that held it: this rank's own error must do.
             return mine
+
+
+def refuse_other_data(place: Place, keys: list[str]) -> None:
+    """All ranks call it with all ranks' ``Job.key``; all raise the same."""
+    odd = [rank for rank, key in enumerate(keys) if key != keys[place.leader]]
+    if odd:
+        nodes = sorted({rank // place.per_node for rank in odd})
+        names = ", ".join(str(node) for node in nodes)
+        raise ConfigError(
+            f"node {names} has another config or other data than node 0",
+            next_step="give all nodes the same config, and data.files with the same content",
+        )
 
 
 def lost_peer(error: Exception) -> bool:
@@ -281,6 +311,11 @@ class _DrafterPart:
         # NCCL connects at a group's first use, which would otherwise be within the first step.
         dist.all_reduce(sums, group=self.among)
         self._compare(0)
+
+    def share_state(self) -> None:
+        """Everybody's becomes the leading rank's."""
+        source = self.place.leader
+        self.stage.share(lambda tensor: dist.broadcast(tensor, source, group=self.among))
 
     def step(self, index: int, turn: int, more: bool) -> StepResult:
         """``more``: the next step is sure to run, so its features may be received already."""

@@ -25,6 +25,7 @@ from trainer.compile_lock import CompileLock
 from trainer.data.batch import Batch
 
 if TYPE_CHECKING:
+    from trainer.checkpoint import Loaded
     from trainer.objective import StepLoss
 
 
@@ -87,6 +88,10 @@ class DrafterStage(Protocol):
         """Everything a resumed run needs (fp32 masters, moments, counters), on the CPU."""
 
     def load(self, state: dict[str, Any]) -> None: ...
+
+    def share(self, broadcast: Callable[[Tensor], None]) -> None:
+        """Give every tensor of the state to ``broadcast``, which leaves the leading replica's in
+        its place; in one order for all replicas."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,9 @@ class StepResult:
     queue_depth, recompiles, lock_waits, lock_wait_s."""
 
 
+ReadCheckpoint = Callable[[], "Loaded | None"]
+"""Of ``checkpoint.CheckpointStore``; raises for one that must not be resumed."""
+
 EventSink = Callable[..., None]
 """``RunWriter.event``: (name, **detail)."""
 
@@ -186,6 +194,8 @@ class Job:
     event: EventSink
     compile_lock: CompileLock | None = None
     """The one that ``make_drafter`` compiles with; executors with threads enter ``thread()``."""
+    key: str = ""
+    """Equal where config and data are equal: ranks of several processes compare it."""
 
 
 class Executor(Protocol):
@@ -202,7 +212,20 @@ class Executor(Protocol):
     def state(self) -> dict[str, Any]:
         """``DrafterStage.state`` of the first replica (empty on ranks that do not write)."""
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Into every replica; after ``start``."""
+    def resume(self, read: ReadCheckpoint) -> tuple[int, float | None]:
+        """Into every replica what ``read`` gives; after ``start``. (steps done, best so far): 0 and
+        null where there is none. With several processes the leading rank alone reads: its
+        checkpoints may lie where no other node sees them."""
 
     def close(self) -> None: ...
+
+
+def resume_alone(
+    read: ReadCheckpoint, load: Callable[[dict[str, Any]], None]
+) -> tuple[int, float | None]:
+    """``Executor.resume`` in one process."""
+    loaded = read()
+    if loaded is None:
+        return 0, None
+    load(loaded.state)
+    return loaded.step, loaded.best

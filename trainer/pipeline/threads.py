@@ -22,7 +22,7 @@ from trainer.pipeline.gauge import Gauge, Usage
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import GradientSum
 from trainer.pipeline.ring import Ring
-from trainer.pipeline.stages import Job, StepResult
+from trainer.pipeline.stages import Job, ReadCheckpoint, StepResult, resume_alone
 from trainer.pipeline.workers import DrafterWorker, TargetWorker, Worker
 
 
@@ -104,6 +104,9 @@ class ThreadsExecutor:
         with self._first_cause():
             for drafter in self.drafters:
                 drafter.post(drafter.stage.load, state).get()
+
+    def resume(self, read: ReadCheckpoint) -> tuple[int, float | None]:
+        return resume_alone(read, self.load)
 
     def close(self) -> None:
         self.board.close()
