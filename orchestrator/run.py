@@ -38,6 +38,13 @@ def new_run_id(name: str | None, now: float | None = None) -> str:
     return f"{name}-{stamp}-{secrets.token_hex(2)}"
 
 
+def group_id(run_id: str) -> str | None:
+    """The id of the whole run, of which ``run_id`` names a node (``nodes.node_id``); None for one
+    that names none."""
+    match = re.fullmatch(r"(.+)-n\d+(-\d{8}-\d{6}-[0-9a-f]{4})", run_id)
+    return match[1] + match[2] if match else None
+
+
 class RunSummary(BaseModel):
     """What the agent says of a run. Newer agents may say more: that is kept."""
 
@@ -166,7 +173,7 @@ def choose(
     if ids and len(targets) == 1:
         return [RunRef(targets[0], run_id) for run_id in ids]
     refs = [RunRef(target, None) for target in targets]
-    refs += [_locate(fleet, inventory, state, run_id) for run_id in ids]
+    refs += [ref for run_id in ids for ref in _locate(fleet, inventory, state, run_id)]
     if refs:
         return refs
     newest = state.newest()
@@ -175,16 +182,26 @@ def choose(
     return [_newest_of(fleet, everything(inventory))]
 
 
-def _locate(fleet: Fleet, inventory: Inventory, state: LaptopState, run_id: str) -> RunRef:
+def _locate(fleet: Fleet, inventory: Inventory, state: LaptopState, run_id: str) -> list[RunRef]:
+    """The run, or all nodes of the run on several containers that ``run_id`` names as a whole."""
     known = state.find(run_id)
     if known is not None:
-        return RunRef(known.target, run_id)
+        return [RunRef(known.target, run_id)]
+    nodes = [run for run in state.runs() if group_id(run.run_id) == run_id]
+    if nodes:
+        return [RunRef(n.target, n.run_id) for n in sorted(nodes, key=lambda run: run.run_id)]
     silent: list[Asked] = []
+    found: list[RunRef] = []
     for asked in ask_all(fleet, everything(inventory)):
         if any(run.run_id == run_id for run in asked.runs):
-            return RunRef(asked.target, run_id)
+            return [RunRef(asked.target, run_id)]
+        found += [
+            RunRef(asked.target, run.run_id) for run in asked.runs if group_id(run.run_id) == run_id
+        ]
         if asked.error:
             silent.append(asked)
+    if found:
+        return found
     raise _absent(silent)(
         f"no container of the inventory has it{_unasked(silent)}",
         next_step="`dflashctl ps` lists the runs; --host H --ct N looks outside the inventory",

@@ -200,7 +200,7 @@ def stop(
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop a run after a checkpoint: INT to all of it, then TERM, then KILL."""
+    """Stop a run after a checkpoint: INT to all of it, on all its nodes, then TERM, then KILL."""
     fields = {"grace_s": seconds(grace)} if grace else {}
     failed: list[DflashctlError] = []
     with open_session(inventory) as session:
@@ -212,7 +212,8 @@ def stop(
             return answer
 
         # At once: what hangs in one container must not keep another's run going.
-        for ref, answer in each_run(session.fleet, session.runs(runs, host, ct), work):
+        refs = session.whole_runs(runs, host, ct)
+        for ref, answer in each_run(session.fleet, refs, work):
             if isinstance(answer, DflashctlError):
                 failed.append(answer)
                 output.fail(answer, as_json=as_json)

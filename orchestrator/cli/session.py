@@ -54,6 +54,17 @@ class Session:
         self.fleet.expect([ref.target for ref in found])
         return found
 
+    def whole_runs(
+        self, words: Sequence[str] | None, host: str | None, ct: int | None
+    ) -> list[RunRef]:
+        """As ``runs``, with the other nodes of those that run on several containers."""
+        from orchestrator.whole_run import with_siblings
+
+        chosen = self.runs(words, host, ct)
+        found = with_siblings(self.fleet, self.inventory, self.state, chosen, output.notice)
+        self.fleet.expect([ref.target for ref in found])
+        return found
+
     def one_run(self, words: Sequence[str] | None, host: str | None, ct: int | None) -> RunRef:
         """:raises UsageError: several runs were named."""
         found = self.runs(words, host, ct)

@@ -83,3 +83,23 @@ def test_a_stopped_container_among_them_is_told_before_anything_is_sent(
 ) -> None:
     done = cli("launch", "lab", "--", "true", cwd=code, code=4)
     assert "lab/202: the container is not running" in done.stderr
+
+
+@pytest.mark.parametrize("named", ["one of its nodes", "the whole run"])
+def test_to_stop_one_node_is_to_stop_them_all(cli: Cli, code: Path, named: str) -> None:
+    words = ("launch", "lab-200", "lab-201", "--name", "pair", "--", "sleep", "99")
+    done = cli(*words, cwd=code, code=0)
+    ids = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    word = ids[1] if named == "one of its nodes" else ids[1].replace("pair-n1-", "pair-")
+    stopped = cli("stop", word, "--grace", "5s", code=0)
+    for run_id in ids:
+        assert f"{run_id} stopped" in stopped.stdout
+        assert json.loads(cli("status", run_id, "--json", code=0).stdout)["state"] == "stopped"
+
+
+def test_a_node_alone_is_stopped_alone(cli: Cli, code: Path) -> None:
+    """Its name looks like a node's."""
+    done = cli("launch", "lab-200", "--name", "single-n0", "--", "sleep", "99", cwd=code, code=0)
+    run_id = done.stdout.splitlines()[0]
+    said = cli("stop", run_id, "--grace", "5s", code=0).stdout
+    assert said.count(f"{run_id} stopped") == said.count("single-n0") == 1

@@ -12,10 +12,11 @@ from orchestrator.errors import RefusedError, UsageError
 from orchestrator.inventory import ContainerSettings, Host
 from orchestrator.launch import Order, command_for
 from orchestrator.lease import wanted
+from orchestrator.nodes import node_id
 from orchestrator.paths import LaptopPaths
 from orchestrator.preflight import read, refusal
 from orchestrator.release import Entry, Release
-from orchestrator.run import RunSummary, new_run_id, seconds
+from orchestrator.run import RunSummary, group_id, new_run_id, seconds
 from orchestrator.snapshot import Root
 from orchestrator.state import LaptopState
 from orchestrator.target import RUN_ID, HostTarget, Target
@@ -117,6 +118,15 @@ def test_an_environment_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         launching.read_environment_file(path)
     assert ":2 " in caught.value.what and "s3cr3t" not in str(caught.value)
+
+
+def test_a_nodes_id_tells_the_id_of_the_whole_run() -> None:
+    for name in ("big", "n1", "a-n2"):
+        whole = new_run_id(name)
+        assert group_id(node_id(whole, 13)) == whole
+        assert RUN_ID.match(whole)
+    assert group_id("big-20261129-192106-82b5") is None
+    assert group_id("big-n1") is None
 
 
 def test_run_ids_and_names() -> None:
