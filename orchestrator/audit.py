@@ -34,9 +34,9 @@ def audited(
         # Of the host itself: nothing can be written there, and the error says why.
         raise
     except BaseException as error:
-        _write(opening, {**line, "result": _words(error)}, notice)
+        _write(fleet, target, opening, {**line, "result": _words(error)}, notice)
         raise
-    _write(opening, {**line, "result": "ok"}, notice)
+    _write(fleet, target, opening, {**line, "result": "ok"}, notice)
 
 
 def _words(error: BaseException) -> str:
@@ -44,9 +44,14 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}".rstrip(": ")
 
 
-def _write(opening: Opening, line: dict[str, Any], notice: Notice) -> None:
+def _write(
+    fleet: Fleet, target: Target, opening: Opening, line: dict[str, Any], notice: Notice
+) -> None:
     try:
         channel = opening.result()
+        if channel.is_over:
+            # The action went on over a new link.
+            channel = fleet.host(target.host)
         channel.call("audit", who=whoami(), **line)
     except DflashctlError as error:
         # The action is what counts; that its host could not note it is told.

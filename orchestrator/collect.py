@@ -19,10 +19,10 @@ from orchestrator.alarm import best_of
 from orchestrator.changes import Past, changes
 from orchestrator.channel import AgentChannel
 from orchestrator.environment.lock import Environment, parse
-from orchestrator.errors import DflashctlError, ExecFailed, RunNotFound
+from orchestrator.errors import DflashctlError, RunNotFound
 from orchestrator.fleet import Fleet
 from orchestrator.paths import ContainerPaths, RunPaths
-from orchestrator.pct import SaidBy
+from orchestrator.pct import SaidBy, frozen
 from orchestrator.request import Request
 from orchestrator.run import RunRef, RunSummary
 from orchestrator.watch import SEED_LINES, read_metrics
@@ -253,22 +253,13 @@ def _ask_host(fleet: Fleet, ref: RunRef, found: dict[str, Any], inside: AgentCha
         for head, _ in request.frames():
             found.update(_values({"probes": {head["probe"]: head}}))
             if head["probe"] == "cgroup_events" and _FROZEN.search(str(head.get("text"))):
-                inside.give_up(_frozen(ref))
+                inside.give_up(frozen(ref.target.host.name, ref.target.ct))
     except DflashctlError as error:
         # The container's own channel tells of a host that is not reached.
         found.setdefault("host_agent", error.what)
 
 
 _FROZEN = re.compile(r"\bfrozen 1\b|FROZEN")
-
-
-def _frozen(ref: RunRef) -> ExecFailed:
-    return ExecFailed(
-        f"container {ref.target.ct} is frozen: nothing in it answers",
-        next_step=f"on the host: lxc-unfreeze -n {ref.target.ct}, unless a backup does it itself",
-        host=ref.target.host.name,
-        ct=ref.target.ct,
-    )
 
 
 def _values(answer: dict[str, Any]) -> dict[str, Any]:

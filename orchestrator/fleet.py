@@ -169,7 +169,7 @@ class Fleet:
             return open_channel(_Owner(host, connection), connection.session(agent_argv(target)))
         places = self._shared[host].places
         places.acquire()
-        link = RelayLink(carrier, relayed_argv(target), _program().data, places.release)
+        link = RelayLink(carrier, target.ct, relayed_argv(target), _program().data, places.release)
         return open_channel(_Owner(host, connection, carrier), link)
 
     def opening(self, target: Target) -> Opening:

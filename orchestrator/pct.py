@@ -195,6 +195,16 @@ class SaidBy(Exception):
     """The host's own words behind an error, as its ``__cause__``."""
 
 
+def frozen(host: str, ct: int | None) -> ExecFailed:
+    """What its host knows of a container that says nothing."""
+    return ExecFailed(
+        f"container {ct} is frozen: nothing in it answers",
+        next_step=f"on the host: lxc-unfreeze -n {ct}, unless a backup does it itself",
+        host=host,
+        ct=ct,
+    )
+
+
 def failure(
     stderr: str, status: int | None, *, host: str, ct: int | None, stdout: str = ""
 ) -> DflashctlError:

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from orchestrator import pct
 from orchestrator.agent.protocol import RELAY_WINDOW
 from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
@@ -33,11 +34,13 @@ class RelayLink:
     def __init__(
         self,
         carrier: AgentChannel,
+        ct: int,
         argv: Sequence[str],
         program: bytes,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.carrier = carrier
+        self._carrier = carrier
+        self._ct = ct
         self.waiting = True
         """For its turn: the host starts only so many at a time."""
         self._argv = argv
@@ -47,7 +50,7 @@ class RelayLink:
         self._errors: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._taken = self._told = 0
         self._status: int | None = None
-        self._request = carrier.request("relay", command=list(argv), more=True)
+        self._request = carrier.request("relay", command=list(argv), ct=ct, more=True)
         self._frames = self._request.frames()
 
     def send(self, data: bytes | memoryview) -> None:
@@ -63,6 +66,7 @@ class RelayLink:
         """The next bytes of its output; empty at its end.
 
         :raises OSError: the way to the host broke.
+        :raises ExecFailed: the container is frozen.
         """
         try:
             data = self._next()
@@ -71,6 +75,9 @@ class RelayLink:
             reason = error.what.removeprefix("the connection was lost").lstrip(": ")
             raise OSError(reason) from None
         except DflashctlError as error:
+            if kind_of(error) == "ct.frozen":
+                self._errors.put(b"")
+                raise pct.frozen(self._carrier.host, self._ct) from None
             self._fail(error)
             data = b""
         if not data:

@@ -55,7 +55,7 @@ def _container(root: str, number: int, groups: dict[int, list[str]]) -> dict[str
         "ct": number,
         "name": config.get("hostname", ""),
         "status": "running" if number in groups else "stopped",
-        "frozen": any(_frozen(path) for path in groups.get(number, [])),
+        "frozen": any(is_frozen(path) for path in groups.get(number, [])),
         "lock": config.get("lock", ""),
         "config": config,
     }
@@ -123,7 +123,7 @@ def _files_of(group: str, name: str, old: str) -> str | None:
     return None
 
 
-def _frozen(group: str) -> bool:
+def is_frozen(group: str) -> bool:
     path = _files_of(group, "cgroup.events", "freezer.state")
     if path is None:
         return False

@@ -69,8 +69,8 @@ path) · run.log_link · release.manifest (hostile or malformed; detail: line, p
 · release.missing (detail: indices) · release.corrupt (a blob did not verify; detail: digest) ·
 release.not_found · release.in_use · run.not_found · run.conflict (same run id, other command) ·
 run.busy (double launch; detail: runs) · run.not_started (detail: pane, log, exit) · tmux.missing ·
-tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) · ct.not_found · lease.held
-(detail: leases)
+tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) · ct.not_found · ct.frozen ·
+lease.held (detail: leases)
 
 Operations (fields → frames → result)
 =====================================
@@ -170,9 +170,10 @@ Looking
     below. ``text`` is what a person would have seen (of a failed look: why), ``value`` the same or
     a small JSON value (boot_id {"at_start", "now"}, exit_record). Each has its own time limit and
     cannot fail the others.
-``gpu.processes`` {} → {"gpus": [{index, uuid, name, memory_used_mb, memory_total_mb, utilization,
-    pids: []}], "processes": [{pid, gpu_uuid, memory_mb, command, ct, run_id}], "error"?}; on a
-    host ``ct`` is the container of the PID (by its cgroup) or null, ``run_id`` whose run it is
+``gpu.processes`` {"timeout_s": 10} → {"gpus": [{index, uuid, name, memory_used_mb,
+    memory_total_mb, utilization, pids: []}], "processes": [{pid, gpu_uuid, memory_mb, command, ct,
+    run_id}], "error"?}; on a host ``ct`` is the container of the PID (by its cgroup) or null,
+    ``run_id`` whose run it is
 ``stacks`` {"run_id", "timeout_s": 10, "side"?: "container"|"host", "ct"? (on the host)} →
     {"stacks": [{pid (the container's), command, text, rank?, error?}], "path" (null on the host)}
 
@@ -186,14 +187,15 @@ Hosts
 ``lease.release`` {"run_id"} → {"released": [uuids]}
 ``lease.list`` {} → {"leases": [{gpu, run_id, ct, owner, created, stale: bool, why}]}
 ``audit`` {"who", "action", "result", …} → {}
-``relay`` {"command": [argv]} + input → {"pid"} when it has been started, frames {"stream":
+``relay`` {"command": [argv], "ct"?} + input → {"pid"} when it has been started, frames {"stream":
     "stdout"|"stderr"} + payload → {"exit_code", "signal"}. The way into this host's containers: the
     command is another agent's door (``pct exec N -- python3 -c LOADER``), and its streams are that
     agent's. Only a few are started at a time (those that have not yet written to stdout), the
-    others wait. The laptop acknowledges what it has taken, ``{"id": n, "ack": total bytes}``; at
-    most ``RELAY_WINDOW`` bytes of both streams go without, so that a relay whose reader is slow
-    stops alone. Cancel ends the command's input, which ends an agent; one that has not spoken is
-    killed. The relayed agents end with this one: their pipes are its own.
+    others wait; a frozen container's is not started at all (``ct.frozen``). The laptop acknowledges
+    what it has taken, ``{"id": n, "ack": total bytes}``; at most ``RELAY_WINDOW`` bytes of both
+    streams go without, so that a relay whose reader is slow stops alone. Cancel ends the command's
+    input, which ends an agent; one that has not spoken is killed. The relayed agents end with this
+    one: their pipes are its own.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from orchestrator.agent import execute
-from orchestrator.agent.protocol import RELAY_WINDOW
+from orchestrator.agent import execute, host
+from orchestrator.agent.protocol import RELAY_WINDOW, AgentError
 from orchestrator.agent.serve import Request
 
 AT_ONCE = max(4, min(os.cpu_count() or 4, 16))
@@ -24,13 +24,18 @@ AT_ONCE = max(4, min(os.cpu_count() or 4, 16))
 make each other late, and take the host's memory."""
 PATIENCE_S = 3.0
 """What has said nothing for this long (in a frozen container) keeps no other from starting."""
+FRESH_S = 2.0
+"""For that each process of the host is asked for its control group."""
 LEAVE_S = 10.0
 """For an agent that was told to leave: it may be ending a commit."""
 
 
 def relay(request: Request) -> dict[str, Any]:
     command = execute.words(request)
+    number = request.get("ct", int)
     with TURNS.turn(request.check) as spoken:
+        if number is not None and GROUPS.frozen(number):
+            raise AgentError("ct.frozen", f"container {number} is frozen", ct=number)
         child = execute.open_child(command, with_input=True)
         request.send({"pid": child.pid})
         heard = threading.Event()
@@ -94,4 +99,22 @@ class Turns:
         return 0.0 if len(young) < self._limit else min(young)
 
 
+class Groups:
+    """Where each container's control groups are: looked for once for all that start together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[int, list[str]] = {}
+        self._looked = -FRESH_S
+
+    def frozen(self, number: int) -> bool:
+        """Now: only the place is remembered."""
+        with self._lock:
+            if time.monotonic() - self._looked > FRESH_S:
+                self._found, self._looked = host.running(), time.monotonic()
+            groups = self._found.get(number, [])
+        return any(host.is_frozen(group) for group in groups)
+
+
+GROUPS = Groups()
 TURNS = Turns(AT_ONCE, PATIENCE_S)

@@ -52,7 +52,7 @@ class Host:
         )
 
     def relay(self, argv: list[str] | None = None, ct: int = 200) -> AgentChannel:
-        link = RelayLink(self.channel, argv or AGENT, agent_bundle.bundle().data)
+        link = RelayLink(self.channel, ct, argv or AGENT, agent_bundle.bundle().data)
         self.relays.append(self.open(link, str(ct), ct))
         return self.relays[-1]
 
@@ -134,7 +134,7 @@ def test_a_program_that_was_believed_to_be_there_comes_from_the_host_too(host: H
     host.channel.hello()
     before = host.sent
     program = agent_bundle.bundle()
-    link = RelayLink(host.channel, AGENT, program.data)
+    link = RelayLink(host.channel, 200, AGENT, program.data)
     folder = str(host.folder / "empty")
     with AgentChannel(link, program, folder, trusted=True, host="pve1", ct=200) as way:
         assert way.call("ping")["time"] > 0
@@ -260,7 +260,7 @@ def test_a_closed_way_ends_its_agent_and_no_other(host: Host) -> None:
 
 
 def test_what_never_spoke_is_killed_when_nobody_wants_it_any_more(host: Host) -> None:
-    link = RelayLink(host.channel, ["sleep", "601"], b"")
+    link = RelayLink(host.channel, 200, ["sleep", "601"], b"")
     way = host.open(link, "200", 200)
     until(lambda: not link.waiting)
     way.close()
