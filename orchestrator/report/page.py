@@ -50,7 +50,7 @@ def render(record: RunRecord) -> str:
         title=escape(run_id),
         style=(Path(__file__).parent / "style.css").read_text(encoding="utf-8"),
         head=_head(record),
-        findings=_findings(record.findings),
+        findings=_findings(record.findings, str(record.summary.get("state"))),
         charts="".join(draw(chart) for chart in charts(record.steps, record.events)),
         events=_events(record.events),
         manifest=_table(_flatten(record.manifest)),
@@ -132,23 +132,42 @@ def _head(record: RunRecord) -> str:
     return "".join(f"<dl><dt>{k}</dt><dd>{escape(v)}</dd></dl>" for k, v in facts)
 
 
-def _findings(findings: Sequence[dict[str, Any]]) -> str:
+def _findings(findings: Sequence[dict[str, Any]], state: str) -> str:
+    if not findings and state == "failed":
+        return '<p class="none">It failed, and nobody has asked why: dflashctl diag</p>'
     if not findings:
         return '<p class="good">Nothing is wrong with this run.</p>'
     return "".join(_finding(f) for f in findings)
 
 
 def _finding(finding: dict[str, Any]) -> str:
-    evidence = "\n".join(
-        f"{e.get('source', '')}:{e.get('line', '')}  {e.get('text', '')}"
-        for e in finding.get("evidence", ())
+    evidence = "\n".join(_quote(e) for e in finding.get("evidence", ()))
+    severity = escape(str(finding.get("severity", "")))
+    remedy = str(finding.get("remedy", ""))
+    effects = "".join(
+        f"<p>therefore <code>{escape(str(effect.get('code', '')))}</code> "
+        f"{escape(str(effect.get('title', '')))}</p>"
+        for effect in finding.get("consequences", ())
     )
     return (
-        f'<article class="finding {escape(str(finding.get("severity", "")))}">'
-        f"<h3><code>{escape(str(finding.get('code', '')))}</code> "
+        f'<article class="finding {severity}">'
+        f"<h3><span>{severity}</span> <code>{escape(str(finding.get('code', '')))}</code> "
         f"{escape(str(finding.get('title', '')))}</h3>"
-        f"<pre>{escape(evidence)}</pre>"
-        f"<p>{escape(str(finding.get('remedy', '')))}</p></article>"
+        + (f"<pre>{escape(evidence)}</pre>" if evidence else "")
+        + effects
+        + (f"<h4>what to do</h4><pre>{escape(remedy)}</pre>" if remedy else "")
+        + "</article>"
+    )
+
+
+def _quote(evidence: dict[str, Any]) -> str:
+    """``log:88121  the line``, as the terminal's report has it."""
+    source = str(evidence.get("source", "")).removeprefix("probe:")
+    line = evidence.get("line")
+    return (
+        f"{source}:{line}  {evidence.get('text', '')}"
+        if line
+        else (f"{source}  {evidence.get('text', '')}")
     )
 
 
@@ -162,8 +181,20 @@ def _events(events: Sequence[EventLine]) -> str:
 
 
 def _detail(detail: dict[str, Any], limit: int = 160) -> str:
-    text = ", ".join(f"{k} {v}" for k, v in detail.items())
+    text = ", ".join(f"{key} {_value(value)}" for key, value in detail.items())
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _value(value: Any) -> str:
+    """For a reader: a float's first digits, a command's words, of a path in the run its end."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = str(value)
+    return text.rpartition("/runs/")[2].partition("/")[2] if "/runs/" in text else text
 
 
 def _clock(seconds: float) -> str:
@@ -176,7 +207,8 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict):
             rows += _flatten(value, f"{prefix}{key}.")
         else:
-            rows.append((f"{prefix}{key}", str(value)))
+            shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            rows.append((f"{prefix}{key}", shown))
     return rows
 
 
@@ -191,7 +223,9 @@ _PAGE = """<!doctype html>
 <h1>{title}</h1><div class="facts">{head}</div>
 <h2>Findings</h2>{findings}
 <h2>Curves</h2>
-<p class="none">Dashed lines: compile, checkpoint, restart, alarm. Hover for what.</p>
+<p class="none marks">Dashed lines: <span class="compile">compile</span> <span
+class="checkpoint">checkpoint</span> <span class="restart">restart</span> <span
+class="alarm">alarm</span> (hover over one to read which)</p>
 <div class="charts">{charts}</div>
 <h2>Events</h2>{events}
 <h2>Last lines</h2><pre>{log}</pre>

@@ -103,3 +103,46 @@ def test_ticks_are_few_and_inside(low: float, spread: float) -> None:
 def test_a_mark_outside_the_curve_is_left_out() -> None:
     figure = draw(Chart("t", "", [Series("s", [(1, 1.0), (2, 2.0)])], [Mark(9, "alarm", "late")]))
     assert "late" not in figure
+
+
+FINDING = {
+    "code": "compile.fx_race",
+    "severity": "fatal",
+    "title": "several threads traced at once",
+    "evidence": [
+        {"source": "log", "line": 88121, "text": "[drafter-1] RuntimeError: <FX>"},
+        {"source": "stacks", "line": None, "text": "rank 3: get"},
+    ],
+    "remedy": "first do this\nthen <that>",
+    "consequences": [{"code": "throughput.collapse", "title": "the rate fell to 4.6k tok/s"}],
+}
+
+
+def test_a_finding_shows_its_evidence_its_steps_and_what_followed() -> None:
+    page = render(RunRecord({"run_id": "r", "state": "training"}, findings=[FINDING]))
+
+    assert "log:88121  [drafter-1] RuntimeError: &lt;FX&gt;\nstacks  rank 3: get" in page
+    assert "first do this\nthen &lt;that&gt;" in page
+    assert "therefore <code>throughput.collapse</code> the rate fell to 4.6k tok/s" in page
+    assert "<span>fatal</span>" in page
+
+
+def test_a_failed_run_that_nobody_diagnosed_is_not_called_well() -> None:
+    assert "Nothing is wrong" not in render(RunRecord({"run_id": "r", "state": "failed"}))
+    assert "Nothing is wrong" in render(RunRecord({"run_id": "r", "state": "finished"}))
+
+
+def test_an_events_details_are_for_reading() -> None:
+    event = EventLine(
+        time=1.0,
+        event="checkpoint",
+        detail={
+            "path": "/workspace/dflashctl/runs/r-1/checkpoints/step-00001000",
+            "tau": 1.7343062298612555,
+            "best": True,
+        },
+    )
+
+    page = render(RunRecord({"run_id": "r-1", "state": "training"}, events=[event]))
+
+    assert "path checkpoints/step-00001000, tau 1.734, best yes" in page
