@@ -51,6 +51,8 @@ class Collected:
     probes: dict[str, Any] = field(default_factory=dict)
     """Text or small JSON values by the names that ``orchestrator.diag`` reads."""
     summary: RunSummary | None = None
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """``run.json`` and ``environment.json``, for whoever keeps them; no rule reads them."""
     error: DflashctlError | None = None
     """What kept the container from being asked."""
 
@@ -125,6 +127,7 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
             ("metrics", RunPaths("").metrics, METRIC_LINES),
         )
     }
+    environment = channel.request("pull.read", path=RunPaths("").environment, **run)
     stalled = summary.state == "stalled"
     stacks = _request_stacks(channel, ref, summary) if stalled else None
     with found.log.open("wb") as stream:
@@ -136,6 +139,9 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
         if text:
             found.probes[name] = text
     found.probes.update(_values(looks.result()))
+    found.records["run.json"] = dict(answer.get("record") or {})
+    if (recorded := _environment(_whole(environment))) is not None:
+        found.records["environment.json"] = recorded.model_dump(mode="json")
     before = (summary.model_extra or {}).get("predecessor")
     if before:
         _compare(channel, ref, answer, str(before), found)

@@ -59,6 +59,7 @@ def examine(
                 probes=found.probes,
                 report=done.report,
                 about={"written": time.time(), "place": done.place},
+                records=found.records,
                 addresses=addresses,
             )
     return done

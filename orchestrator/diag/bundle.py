@@ -5,6 +5,7 @@
     probes.json     every probe
     report.json     what was found
     report.txt      the same for reading
+    run.json, environment.json    the run's own records, of a live run
 
 Secrets are taken out while writing. ``zstandard`` is an optional dependency; without it the file is
 a ``.tar.gz``.
@@ -50,9 +51,11 @@ def write_bundle(
     probes: Mapping[str, Any],
     report: Report,
     about: Mapping[str, Any] | None = None,
+    records: Mapping[str, Mapping[str, Any]] | None = None,
     addresses: bool = False,
 ) -> None:
-    """``about`` goes into the manifest (place, run, release). Written beside, then renamed."""
+    """``about`` goes into the manifest (place, run, release); ``records`` are files of their own,
+    by name. Written beside, then renamed."""
     text, cut = _log_text(log)
     members = {
         "manifest.json": _json(
@@ -67,6 +70,7 @@ def write_bundle(
         "probes.json": _json(dict(probes)),
         "report.json": _json(report.as_dict()),
         "report.txt": render(report),
+        **{name: _json(record) for name, record in (records or {}).items()},
     }
     part = path.with_name(path.name + ".part")
     with writing(path):

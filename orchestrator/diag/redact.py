@@ -31,6 +31,8 @@ _QUOTED = re.compile(rf"(?i)(['\"]{_NAME}['\"]\s*[:=]\s*)(['\"])(?:(?!\2).)*\2")
 _ASSIGNED = re.compile(rf"(?i)(\b{_NAME}\s*=\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;\"')}}\]]+)")
 _YAML = re.compile(rf"(?im)^(\s*(?:-\s*)?{_NAME}\s*:[ \t]+)(\S.*)$")
 _FLAG = re.compile(rf"(?i)(--{_NAME}[= ])(\S+)")
+# A command line as a list, of Python or of JSON over several lines.
+_LISTED = re.compile(rf"(?i)(['\"]--{_NAME}['\"]\s*,\s*)(['\"])(?:(?!\2).)*\2")
 _NETRC = re.compile(r"(?i)\b(machine\s+\S+\s+login\s+\S+\s+password\s+)(\S+)")
 _WANDB = re.compile(r"(?i)(wandb[^\n]{0,40}?\b)([0-9a-f]{40})\b")
 _ADDRESS = re.compile(
@@ -55,7 +57,8 @@ def redact(text: str, *, addresses: bool = False) -> str:
     text = _BEARER.sub(rf"\1 {MARK}", text)
     text = _NETRC.sub(rf"\1{MARK}", text)
     text = _WANDB.sub(rf"\1{MARK}", text)
-    text = _QUOTED.sub(_quoted, text)
+    for pattern in (_QUOTED, _LISTED):
+        text = pattern.sub(_quoted, text)
     for pattern in (_FLAG, _ASSIGNED, _YAML):
         text = pattern.sub(_assigned, text)
     if addresses:

@@ -67,11 +67,11 @@ def hang(e: Evidence) -> Iterator[Finding]:
         title += f"; GPU {gpu[0]} is idle while the others spin"
         at = [*at, gpu[1]]
     last = [li for li in e.lines if li.number == e.outcome.last_line]
-    where = [Quote("stacks", None, line) for line in summary(e.probes)[:4]]
+    where = [Quote("stacks", None, line) for line in summary(e.probes)[:3]]
     yield e.found(
         "run.hang",
         title,
-        [*at[:3], *said[-1:], *([odd.line] if odd else []), *last[:1], *where],
+        [*where, *at[:3], *said[-1:], *([odd.line] if odd else []), *last[:1]],
         "stacks of every thread, twice: dflashctl diag   (py-spy dump --pid PID, from the host "
         "if need be)\n"
         "what does the odd one wait for: a lock, a queue, a disk (state D), a collective?\n"

@@ -34,6 +34,8 @@ CASES = Path(__file__).parent / "cases"
         "machine api.wandb.ai login user password s3cr3t-v4lue",
         "PVEAPIToken=root@pam!x=s3cr3t-v4lue",
         "webhook: https://hooks.example/s3cr3t-v4lue",
+        "['train.py', '--hub-token', 's3cr3t-v4lue']",
+        '["--wandb-api-key",\n "s3cr3t-v4lue"]',
     ],
 )
 def test_secrets_go(secret: str) -> None:
@@ -59,6 +61,7 @@ def test_secrets_go(secret: str) -> None:
         "keyboard",
         'File "/w/a.py", line 3',
         "token=None",
+        "['--mask-token', '<mask>', '--max-tokens', '4096']",
     ],
 )
 def test_what_is_no_secret_stays(plain: str) -> None:
@@ -151,3 +154,43 @@ def test_files_that_are_not_there_or_no_json(tmp_path: Path) -> None:
         offline(tmp_path / "none.txt")
     with pytest.raises(UsageError, match="no JSON object"):
         offline(CASES / "flags-only" / "log.txt", tmp_path / "p.json")
+
+
+def test_what_changed_since_the_run_before_is_told_from_a_bundle_too(tmp_path: Path) -> None:
+    slow = [
+        json.dumps({"time": i * 6.0, "step": i + 1, "steps": 400, "tokens_per_s": 5_000.0})
+        for i in range(30)
+    ]
+    probes = {
+        "metrics": "\n".join(slow),
+        "predecessor": {"run": "r-0", "tok_s": 15_400.0},
+        "changes": "since r-0:\nenvironment: triton 3.6.0 → 3.5.0 (it compiles the kernels)",
+    }
+    report = diagnose(Evidence.from_text("", probes))
+    path = tmp_path / "run.tar.gz"
+    write_bundle(path, log=None, probes=probes, report=report)
+
+    held = read_bundle(path)
+    again = diagnose(Evidence.from_text(held.log, held.probes))
+
+    assert again == report
+    assert again.findings[0].title.endswith("; since r-0 changed: environment")
+    assert "triton 3.6.0 → 3.5.0" in str(again.findings[0].evidence)
+
+
+def test_the_runs_own_records_are_kept_without_their_secrets(tmp_path: Path) -> None:
+    path = tmp_path / "run.tar.gz"
+    records = {
+        "run.json": {"command": ["train", "--hub-token", "s3cr3t-v4lue"], "release": "abcd"},
+        "environment.json": {"torch": {"version": "2.13.0"}},
+    }
+    write_bundle(
+        path, log=None, probes={}, report=diagnose(Evidence.from_text("")), records=records
+    )
+
+    with tarfile.open(path) as archive:
+        texts = {one.name: archive.extractfile(one).read().decode() for one in archive}  # type: ignore[union-attr]
+    assert '"release": "abcd"' in texts["run.json"]
+    assert "2.13.0" in texts["environment.json"]
+    assert "s3cr3t-v4lue" not in "".join(texts.values())
+    assert read_bundle(path).probes == {}
