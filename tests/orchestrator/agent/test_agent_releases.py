@@ -263,14 +263,14 @@ def test_a_push_cut_at_any_byte_leaves_the_old_release_and_nothing_half_made(
 
 
 def test_a_cut_push_goes_on_where_it_was(agents: Any) -> None:
-    files = {b"%d" % number: os.urandom(1000) for number in range(20)}
+    files = {b"%d" % number: os.urandom(10_000) for number in range(20)}
     victim = agents()
     pusher = Pusher(victim, files)
     names = [[entry.digest, entry.size] for entry in pusher.entries]
     data = b"".join(files[os.fsencode(entry.path)] for entry in pusher.entries)
-    number = victim.send("release.blobs", data[:10_500], blobs=names, more=True)
+    number = victim.send("release.blobs", data[:105_000], blobs=names, more=True)
     head, _ = victim.frames[number].get(timeout=30)
-    assert head["ack"] == 10_500
+    assert head["ack"] == 105_000
     victim.close()
     again = Pusher(agents(), files)
     assert len(again.answer["missing"]) == 10
