@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from orchestrator.agent.release import Push
 
 REQUESTS = 256
+REMEMBERED = 4096
+"""Requests, ended ones too: others may wait for them, and their last input may still be under way.
+All of them, at one every three seconds for a week, would fill the container's memory."""
 ACKNOWLEDGE = 64 << 10
 """Bytes of input between two acknowledgements: one for each small piece would double the frames."""
 Operation = Callable[["Request"], dict[str, Any]]
@@ -273,6 +276,8 @@ class Server:
 
     def _start(self, request: Request) -> None:
         self._requests[request.id] = request
+        if len(self._requests) > REMEMBERED:
+            self._forget()
         with self._change:
             busy = self._running >= REQUESTS
             if not busy:
@@ -282,6 +287,12 @@ class Server:
             return
         # Daemon threads: a request stuck in the kernel (a dead mount) must not keep us alive.
         threading.Thread(target=self._work, args=(request,), daemon=True).start()
+
+    def _forget(self) -> None:
+        """The older half, as far as they have ended."""
+        for number in list(self._requests)[: REMEMBERED // 2]:
+            if self._requests[number].ended.is_set():
+                del self._requests[number]
 
     def _work(self, request: Request) -> None:
         try:
