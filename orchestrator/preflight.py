@@ -120,11 +120,19 @@ BYTES = frozenset({"free", "total", "available", "limit"})
 def _words(value: Any) -> str:
     """``path /workspace, free 80.3 GB``."""
     if isinstance(value, dict):
-        pairs = ((k, v) for k, v in value.items() if v not in (None, "", [], {}))
-        return ", ".join(f"{k} {_size(v) if k in BYTES else _words(v)}" for k, v in pairs)
+        pairs = ((k, v) for k, v in value.items() if v not in (None, "", [], {}, False))
+        return ", ".join(_pair(key, found) for key, found in pairs)
     if isinstance(value, list):
         return ", ".join(_words(item) for item in value)
     return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _pair(key: str, value: Any) -> str:
+    if value is True:
+        return key
+    if key == "time":
+        return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(value))
+    return f"{key} {_size(value) if key in BYTES else _words(value)}"
 
 
 def _size(value: Any) -> str:

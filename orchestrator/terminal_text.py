@@ -55,6 +55,21 @@ def shown(text: str, *, colour: bool, bars: bool = False) -> str:
     return _COLOURED_LINE.sub(lambda line: _closed(line[0]), cleaned)
 
 
+def fit(text: str, width: int) -> str:
+    """Words of one line, cut with a dot-dot-dot."""
+    text = plain(text)
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def fit_run(run_id: str, width: int) -> str:
+    """A run id keeps its end, which tells it from the others."""
+    run_id = plain(run_id)
+    if len(run_id) <= width:
+        return run_id
+    end = min(11, width // 2)
+    return f"{run_id[: width - end - 1]}…{run_id[-end:]}"
+
+
 def _closed(line: str) -> str:
     text = line.removesuffix("\r")
     return line if text.endswith(_RESET) else f"{text}{_RESET}{line[len(text) :]}"

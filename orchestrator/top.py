@@ -16,7 +16,7 @@ from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Cards, Look, Looks, mean_use
 from orchestrator.run import RunSummary
 from orchestrator.target import Target
-from orchestrator.terminal_text import plain
+from orchestrator.terminal_text import fit, fit_run
 from orchestrator.watch import BACKOFF_S, SEED_LINES, read_metrics
 from trainer.telemetry import StepLine, compact, duration
 
@@ -65,6 +65,19 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Alarm:
+    """When, which run or container, and what."""
+
+    stamp: str
+    who: str
+    text: str
+
+    def line(self, width: int = 100) -> str:
+        """At most ``width`` characters of the name, so that room is left for the words."""
+        return f"{self.stamp} {fit_run(self.who, width)}: {self.text}"
+
+
+@dataclass(frozen=True)
 class Line:
     """A line of the frame: its text, and the style of (start, end) parts of it."""
 
@@ -73,7 +86,7 @@ class Line:
 
 
 def frame(
-    rows: Sequence[Row], alarms: Sequence[str], width: int, clock: str, *, bars: str = BARS
+    rows: Sequence[Row], alarms: Sequence[Alarm], width: int, clock: str, *, bars: str = BARS
 ) -> list[Line]:
     """The whole screen: a heading, a line a run, the newest alarms; none wider than ``width``."""
     states = Counter(row.watched.state for row in rows if row.run_id)
@@ -87,7 +100,8 @@ def frame(
     if alarms:
         lines += [Line(""), Line("alarms", ((0, 6, "bold"),))]
         lines += [
-            Line(fit(text, width), ((0, width, "yellow"),)) for text in alarms[-ALARMS_SHOWN:]
+            Line(fit(alarm.line(width // 4), width), ((0, width, "yellow"),))
+            for alarm in alarms[-ALARMS_SHOWN:]
         ]
     return lines
 
@@ -109,20 +123,6 @@ def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
     if not top > 0:
         return ""
     return "".join(bars[min(len(bars) - 1, int(v / top * len(bars)))] for v in known[-width:])
-
-
-def fit(text: str, width: int) -> str:
-    text = plain(text)
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
-
-
-def fit_run(run_id: str, width: int) -> str:
-    """A run id keeps its end, which tells it from the others."""
-    run_id = plain(run_id)
-    if len(run_id) <= width:
-        return run_id
-    end = min(11, width // 2)
-    return f"{run_id[: width - end - 1]}…{run_id[-end:]}"
 
 
 def _order(row: Row) -> tuple[bool, bool, str, str]:
@@ -178,7 +178,7 @@ class Board:
     """Asks every container again and again, one thread each, and keeps their rows."""
 
     def __init__(self, fleet: Fleet, targets: Sequence[Target], *, drop: float) -> None:
-        self.alarms: list[str] = []
+        self.alarms: list[Alarm] = []
         self._fleet = fleet
         self._targets = targets
         self._drop = drop
@@ -255,7 +255,7 @@ class Board:
     def _tell(self, row: Row, notices: list[Notice]) -> None:
         stamp = time.strftime("%H:%M:%S")
         self.alarms += [
-            f"{stamp} {row.run_id or row.where}: {n.text}" for n in notices if n.is_alarm
+            Alarm(stamp, row.run_id or row.where, n.text) for n in notices if n.is_alarm
         ]
 
     # In the threads

@@ -166,7 +166,8 @@ def _limits() -> dict[str, Any]:
         _, hard = resource.getrlimit(number)
         value[name] = None if hard == resource.RLIM_INFINITY else hard
         if hard != resource.RLIM_INFINITY and hard < wanted:
-            low.append(f"{name.replace('_', ' ')} is limited to {hard}")
+            shown = f"{hard / 1e6:.0f} MB" if number == resource.RLIMIT_MEMLOCK else str(hard)
+            low.append(f"{name.replace('_', ' ')} is limited to {shown}")
     if low:
         raise Bad(", ".join(low), value)
     return value

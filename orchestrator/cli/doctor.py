@@ -67,6 +67,6 @@ def _show(check: preflight.Check) -> None:
         mark = output.paint("FAILED ", "31;1")
     else:
         mark = output.paint("warning", "33")
-    output.say(f"  {mark} {check.name:<8} {check.text}")
+    output.hang(f"  {mark} {check.name:<8} ", check.text, 19)
     if check.next_step:
         output.say(f"          next: {check.next_step}")

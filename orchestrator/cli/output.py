@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from orchestrator.agent.frames import finite
 from orchestrator.errors import DflashctlError
-from orchestrator.terminal_text import Stream, plain, shown
+from orchestrator.terminal_text import Stream, fit, plain, shown
 
 CLEAR = "\r\x1b[K"
 """Begins the line anew."""
@@ -79,22 +81,58 @@ def _write(stream: TextIO, data: bytes) -> None:
     stream.flush()
 
 
+def terminal_width() -> int | None:
+    """Columns of the terminal that standard output is; None in a pipe, where nothing is cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def hang(lead: str, text: str, indent: int) -> None:
+    """Words after ``lead``; on a terminal their further lines begin in column ``indent``."""
+    width = terminal_width()
+    if width is None or width < 2 * indent:
+        say(lead + text)
+        return
+    room = width - indent
+    lines = textwrap.wrap(plain(text), room, break_long_words=False, break_on_hyphens=False)
+    say(lead + f"\n{'':{indent}}".join(lines))
+
+
 class Table:
-    """Rows that are printed as they come, in columns of fixed width that fit 80 characters."""
+    """Rows that are printed as they come, in columns of fixed width.
+
+    The first column holds what one copies: it is never cut. It takes what a terminal has to spare,
+    and a cell too long for it stands on a line of its own.
+    """
+
+    LONGEST = 61
+    """Of a run id: 40 of its name, and when."""
 
     def __init__(self, *columns: tuple[str, int]) -> None:
-        self._columns = columns
+        self._names = [name for name, _ in columns]
+        self._widths = [width for _, width in columns]
+        self._terminal = terminal_width()
         self._begun = False
+        if self._terminal is not None:
+            spare = max(0, self._terminal - sum(self._widths) - len(columns) + 1)
+            more = min(spare, self.LONGEST - self._widths[0])
+            self._widths[0] += more
+            self._widths[1] += spare - more
 
     def row(self, *cells: object) -> None:
         if not self._begun:
             self._begun = True
-            self._print([name for name, _ in self._columns])
-        filled = [*cells, *[None] * (len(self._columns) - len(cells))]
+            self._print(self._names)
+        filled = [*cells, *[None] * (len(self._names) - len(cells))]
         self._print(["-" if cell in (None, "") else plain(str(cell)) for cell in filled])
 
     def _print(self, cells: Sequence[str]) -> None:
-        padded = (f"{cell:<{width}}" for cell, (_, width) in zip(cells, self._columns, strict=True))
+        first, *others = cells
+        if self._terminal is not None:
+            others = [fit(c, w) for c, w in zip(others, self._widths[1:], strict=True)]
+            if len(first) > self._widths[0]:
+                say(first)
+                first = ""
+        padded = (f"{c:<{w}}" for c, w in zip([first, *others], self._widths, strict=True))
         say(" ".join(padded).rstrip())
 
 

@@ -32,8 +32,8 @@ from trainer.telemetry import compact, duration
 
 # 80 in all, with a blank between them.
 COLUMNS = (
-    *(("RUN", 27), ("WHERE", 10), ("STATE", 10), ("STEP", 11), ("TOK/S", 6), ("ETA", 5)),
-    ("GPU", 5),
+    *(("RUN", 26), ("WHERE", 10), ("STATE", 11), ("STEP", 11), ("TOK/S", 6), ("ETA", 6)),
+    ("GPU", 4),
 )
 
 
@@ -71,7 +71,17 @@ def ps(
                 _rows(table, answer)
         if as_json:
             output.emit(_as_json(answers))
+        else:
+            _tell_rest(answers)
     raise typer.Exit(_silent_code(answers))
+
+
+def _tell_rest(answers: list[Asked]) -> None:
+    """Below the table: why some are silent, once for all of a host; or that there is nothing."""
+    for text in dict.fromkeys(str(answer.error) for answer in answers if answer.error):
+        output.notice(text)
+    if not any(answer.runs or answer.error for answer in answers):
+        output.say("no runs; start one: dflashctl launch TARGET")
 
 
 def _silent_code(answers: list[Asked]) -> int:
@@ -82,7 +92,6 @@ def _silent_code(answers: list[Asked]) -> int:
 def _rows(table: output.Table, answer: Asked) -> None:
     if answer.error is not None:
         table.row(None, answer.target.name, _silence(answer.error))
-        output.notice(str(answer.error))
     for run in answer.runs:
         table.row(
             run.run_id,

@@ -48,7 +48,12 @@ def top(
         try:
             if as_json:
                 board.wait_for_all(FIRST_S)
-                output.emit({"runs": _as_json(board, chosen), "alarms": list(board.alarms)})
+                output.emit(
+                    {
+                        "runs": _as_json(board, chosen),
+                        "alarms": [alarm.line() for alarm in board.alarms],
+                    }
+                )
             elif output.redraws(sys.stdout):
                 _live(board)
             else:

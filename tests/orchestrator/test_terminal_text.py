@@ -16,8 +16,7 @@ from orchestrator.diag.finding import Finding, Quote, Report
 from orchestrator.diag.report import render
 from orchestrator.report.page import RunRecord
 from orchestrator.report.page import render as page
-from orchestrator.terminal_text import Stream, clean_bytes, plain, shown
-from orchestrator.top import fit, fit_run
+from orchestrator.terminal_text import Stream, clean_bytes, fit, fit_run, plain, shown
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = {

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from orchestrator.alarm import Watched
 from orchestrator.errors import HostUnreachable
 from orchestrator.run import RunSummary
-from orchestrator.top import Row, column_widths, fit_run, frame, sparkline
+from orchestrator.terminal_text import fit_run
+from orchestrator.top import Alarm, Row, column_widths, frame, sparkline
 
 RUN = "nightly-20260101-120000-ab12"
 
@@ -25,7 +26,7 @@ def row(run_id: str = RUN, where: str = "lab-200", **fields: Any) -> Row:
 FULL = {"step": 1200, "steps": 40000, "tokens_per_s": 15500.0, "eta_s": 7200.0}
 
 
-def texts(rows: list[Row], width: int = 80, alarms: list[str] | None = None) -> list[str]:
+def texts(rows: list[Row], width: int = 80, alarms: list[Alarm] | None = None) -> list[str]:
     return [line.text for line in frame(rows, alarms or [], width, "12:00:00")]
 
 
@@ -45,7 +46,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     rows = [row(RUN + "-" * 60, "a-very-long-container-name" * 3, **FULL) for _ in range(3)]
     for one in rows:
         one.rates = [1.0] * 500
-    lines = texts(rows, width, ["x" * 300])
+    lines = texts(rows, width, [Alarm("12:00:00", RUN + "-" * 60, "x" * 300)])
     assert max(len(line) for line in lines) <= max(width, 72)
 
 
@@ -73,9 +74,15 @@ def test_without_runs_it_says_so() -> None:
 
 
 def test_alarms_stand_below_the_newest_last() -> None:
-    lines = texts([row()], alarms=[f"alarm {n}" for n in range(20)])
-    assert lines[-1] == "alarm 19"
-    assert "alarm 11" not in lines
+    lines = texts([row()], alarms=[Alarm("12:00:00", RUN, f"alarm {n}") for n in range(20)])
+    assert lines[-1].endswith("-ab12: alarm 19")
+    assert not any(line.endswith("alarm 11") for line in lines)
+
+
+def test_a_long_name_leaves_an_alarm_its_words() -> None:
+    name = "n" * 40 + "-20261130-024037-5557"
+    (*_, line) = texts([row()], alarms=[Alarm("12:00:00", name, "throughput is 4.6k tok/s")])
+    assert line.endswith("-5557: throughput is 4.6k tok/s") and len(line) <= 80
 
 
 @pytest.mark.parametrize(

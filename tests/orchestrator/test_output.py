@@ -1,0 +1,72 @@
+"""Tables and words at any width: nothing is cut that one copies, nothing runs over the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from orchestrator.cli import output
+from orchestrator.cli.runs import COLUMNS
+
+SHORT = "run-20261130-021556-b7d4"
+LONG = "a-name-of-forty-characters-exactly-so-it-is-20261130-024037-5557"[-61:]
+
+At = Callable[..., list[str]]
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> At:
+    def rows(width: int | None, *rows: tuple[object, ...]) -> list[str]:
+        monkeypatch.setattr(output, "terminal_width", lambda: width)
+        table = output.Table(*COLUMNS)
+        for cells in rows:
+            table.row(*cells)
+        return capsys.readouterr().out.splitlines()
+
+    return rows
+
+
+ROWS = (
+    (SHORT, "lab-200", "training", "12345/20000", "20.2k", "33m05s", "97%"),
+    (LONG, "a-very-long-container-name", "not running"),
+)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_no_line_runs_over_the_edge_and_every_run_id_is_whole(at: At, width: int) -> None:
+    lines = at(width, *ROWS)
+    assert all(len(line) <= width for line in lines)
+    assert SHORT in lines[1] and "97%" in lines[1]
+    assert any(line.startswith(LONG) for line in lines)
+
+
+def test_a_run_id_too_long_for_its_column_stands_alone(at: At) -> None:
+    lines = at(80, *ROWS)
+    assert lines[2] == LONG
+    assert lines[3].startswith(" " * 26) and "not running" in lines[3]
+    assert len(at(120, *ROWS)) == 3
+
+
+def test_a_pipe_gets_everything_on_one_line_each(at: At) -> None:
+    lines = at(None, *ROWS)
+    assert len(lines) == 3
+    assert "a-very-long-container-name" in lines[2]
+
+
+def test_nothing_is_printed_for_no_rows(at: At) -> None:
+    assert at(80) == []
+
+
+def test_words_hang_below_themselves_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "running here already: " + LONG + " and more words that do not fit on it"
+    monkeypatch.setattr(output, "terminal_width", lambda: 80)
+    output.hang("  warning runs     ", text, 19)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("  warning runs     running here already:")
+    assert all(line.startswith(" " * 19) and len(line) <= 80 for line in others)
+    monkeypatch.setattr(output, "terminal_width", lambda: None)
+    output.hang("  warning runs     ", text, 19)
+    assert capsys.readouterr().out == f"  warning runs     {text}\n"
