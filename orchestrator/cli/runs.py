@@ -32,8 +32,8 @@ from trainer.telemetry import compact, duration
 
 # 80 in all, with a blank between them.
 COLUMNS = (
-    *(("RUN", 26), ("WHERE", 10), ("STATE", 11), ("STEP", 11), ("TOK/S", 6), ("ETA", 6)),
-    ("GPU", 4),
+    *(("RUN", 25), ("WHERE", 9), ("STATE", 11), ("STEP", 11), ("TOK/S", 6), ("ETA", 6)),
+    ("GPU", 6),
 )
 
 

@@ -28,7 +28,7 @@ def at(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> A
 
 
 ROWS = (
-    (SHORT, "lab-200", "training", "12345/20000", "20.2k", "33m05s", "97%"),
+    (SHORT, "lab-200", "training", "12345/20000", "20.2k", "33m05s", "8 100%"),
     (LONG, "a-very-long-container-name", "not running"),
 )
 
@@ -37,14 +37,14 @@ ROWS = (
 def test_no_line_runs_over_the_edge_and_every_run_id_is_whole(at: At, width: int) -> None:
     lines = at(width, *ROWS)
     assert all(len(line) <= width for line in lines)
-    assert SHORT in lines[1] and "97%" in lines[1]
+    assert SHORT in lines[1] and "8 100%" in lines[1]
     assert any(line.startswith(LONG) for line in lines)
 
 
 def test_a_run_id_too_long_for_its_column_stands_alone(at: At) -> None:
     lines = at(80, *ROWS)
     assert lines[2] == LONG
-    assert lines[3].startswith(" " * 26) and "not running" in lines[3]
+    assert lines[3].startswith(" " * 25) and "not running" in lines[3]
     assert len(at(120, *ROWS)) == 3
 
 
