@@ -44,7 +44,15 @@ from trainer.objective import FrozenTarget
 from trainer.pipeline.inline import InlineExecutor
 from trainer.pipeline.stages import Sums
 from trainer.resolve import Resolved, resolve
-from trainer.run import Run, Targets, make_data, make_executor, open_run, prepare_run
+from trainer.run import (
+    Run,
+    Targets,
+    default_device,
+    make_data,
+    make_executor,
+    open_run,
+    prepare_run,
+)
 from trainer.speculate import Limits, decode_speculatively
 from trainer.target import TappedTarget
 
@@ -97,7 +105,7 @@ def tree(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """The config of a recipe; the number of steps is set later."""
     seconds = (3, 3, 6) if options.tiny else (14, 6, 82)
     count = 40 if options.tiny else 200_000
-    sampled = {"kind": "self", "count": count, "max_new_tokens": 96, "top_p": 1.0}
+    sampled = {"kind": "self", "count": count, "max_new_tokens": 80, "top_p": 1.0}
     made = {
         "prompts": [
             {**sampled, "seconds": seconds[0], "temperature": 0.9},
@@ -179,7 +187,7 @@ def data_part(options: argparse.Namespace) -> None:
     the end."""
     resolved = resolved_for(options, "base")
     targets = Targets(resolved)
-    device = torch.device(options.device)
+    device = default_device()
     model = targets.model(device)
     settle(device)
     began = time.perf_counter()
@@ -226,7 +234,7 @@ def greedy(model: Any, prompts: list[list[int]], limit: int, stop: set[int]) -> 
 def train_part(options: argparse.Namespace) -> None:
     resolved = resolved_for(options, options.recipe)
     run = prepare_run(open_run(resolved))
-    device = torch.device(options.device)
+    device = default_device()
     model = run.targets.model(device)
     rows = run.targets.frozen(device, model.dtype)
     frozen = FrozenTarget(rows.embedding, rows.head)
@@ -283,7 +291,7 @@ def train_plainly(
 ) -> dict[str, Tensor]:
     from plain_loop import PlainLoop
 
-    device = torch.device(options.device)
+    device = default_device()
     target = TappedTarget(run.targets.model(device), run.resolved.drafter.target_layer_ids, device)
     pad = run.batches.pad_token
     loop = PlainLoop(run.resolved.drafter, frozen, target, run.data.train, pad)
