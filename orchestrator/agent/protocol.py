@@ -116,7 +116,8 @@ Runs
     with already true, never a second process. Refused with ``run.log_link`` where no link can
     stand, with ``run.busy`` while another run lives here with the same name or one of the same
     GPUs, unless ``force``.
-``run.list`` {"limit"?: n, "live"?: bool, "lines"?: 0} → {"runs": [summary, newest first], "time"}
+``run.list`` {"limit"?: n, "live"?: bool, "lines"?: 0} → {"runs": [summary, newest first], "time"}.
+    Beyond the limit those that live.
 ``run.status`` {"run_id"? (default the newest), "lines": 10, "stall_s"?: s} → summary + {"record":
     run.json, "exit": exit.json|null, "supervisor": supervisor.json|null, "processes": [{pid, ppid,
     command, state, rss_mb}]} Summary: run_id, name, state (starting compiling training stalled

@@ -54,10 +54,12 @@ def listing(request: Request) -> dict[str, Any]:
     live = request.get("live", bool, False)
     runs: list[dict[str, Any]] = []
     for paths in folders(request.paths):
-        if limit is not None and len(runs) >= limit:
-            break
+        full = limit is not None and len(runs) >= limit
+        if full and os.path.exists(paths.exit):
+            continue
         found = summary(paths, lines=lines)
-        if not live or found["state"] not in ENDED:
+        # A run that lives is told however many newer ones have ended.
+        if found["state"] not in ENDED or not (live or full):
             runs.append(found)
     return {"runs": runs, "time": time.time()}
 

@@ -231,3 +231,12 @@ def test_runs_are_listed_newest_first(runs: Any) -> None:
     assert [one["run_id"] for one in only] == [live["run_id"]]
     assert len(runs.agent.call("run.list", limit=2)["runs"]) == 2
     assert runs.agent.call("run.status")["run_id"] == live["run_id"]
+
+
+def test_one_that_lives_is_listed_however_many_newer_ones_have_ended(runs: Any) -> None:
+    live = runs.start("sleep", "60")
+    ended = [runs.start("true", force=True) for _ in range(2)]
+    for run in ended:
+        runs.ending(run)
+    found = [one["run_id"] for one in runs.agent.call("run.list", limit=1)["runs"]]
+    assert found == [ended[-1]["run_id"], live["run_id"]]
