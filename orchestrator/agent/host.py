@@ -25,6 +25,7 @@ PVE_ROOT = "/etc/pve"
 # At the top of its path: further down it belongs to another host (one nested here, another lab).
 _GROUP = re.compile(r"(?<=:)/lxc/(\d+)(?:/|$)", re.MULTILINE)
 _KERNEL_LINES = 500
+_CARDS = "/proc/driver/nvidia/gpus"
 
 
 def containers(request: Request) -> dict[str, Any]:
@@ -191,10 +192,9 @@ def looks(scene: Scene) -> dict[str, Callable[[], Any]]:
 def _cards() -> str:
     """Minor number, UUID and PCI address of every card: a kernel line names only the address. Read
     from /proc, which answers while nvidia-smi hangs on a lost card."""
-    root = "/proc/driver/nvidia/gpus"
     lines = []
-    for address in sorted(os.listdir(root)) if os.path.isdir(root) else []:
-        text = text_of(f"{root}/{address}/information")
+    for address in sorted(os.listdir(_CARDS)) if os.path.isdir(_CARDS) else []:
+        text = text_of(f"{_CARDS}/{address}/information")
         facts = {key: value.strip() for key, _, value in map(_fact, text.splitlines())}
         minor, uuid = facts.get("Device Minor", "?"), facts.get("GPU UUID", "?")
         lines.append(f"minor {minor}, {uuid}, {address}, {facts.get('Model', '?')}")

@@ -128,7 +128,7 @@ def _looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
         "last_log_write": lambda: _last_write(scene.run),
         "nccl_flight": lambda: _flight(scene.run),
         "pip_list": lambda: _ask_python(scene, _LIST),
-        "pip_check": lambda: _ask_python(scene, _CHECK),
+        "pip_check": lambda: _ask_python(scene, CHECK),
     }
     return found
 
@@ -259,7 +259,7 @@ import importlib.metadata as m
 print("\\n".join(sorted({f"{d.name} {d.version}" for d in m.distributions() if d.name})))
 """
 # In pip's own words: `python -m pip check` takes 1.2 s beside torch, this 0.3 s.
-_CHECK = """
+CHECK = """
 import importlib.metadata as m, re
 try:
     from packaging.requirements import Requirement

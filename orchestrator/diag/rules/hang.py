@@ -72,12 +72,22 @@ def hang(e: Evidence) -> Iterator[Finding]:
         "run.hang",
         title,
         [*where, *at[:3], *said[-1:], *([odd.line] if odd else []), *last[:1]],
-        "stacks of every thread, twice: dflashctl diag   (py-spy dump --pid PID, from the host "
-        "if need be)\n"
+        "is it still there? stacks of every thread, twice: dflashctl diag\n"
         "what does the odd one wait for: a lock, a queue, a disk (state D), a collective?\n"
-        "then dflashctl stop; dflashctl play resume goes on from the newest complete checkpoint",
+        "then dflashctl stop; dflashctl play resume goes on from the newest complete checkpoint"
+        + _without_py_spy(e),
         confidence=0.88,
         lasting=True,
+    )
+
+
+def _without_py_spy(e: Evidence) -> str:
+    """How to get stacks, where there are none of Python."""
+    if not e.probes.named(r"^stacks_\d$") or summary(e.probes):
+        return ""
+    return (
+        "\nno stacks of Python: install py-spy beside the run's interpreter, or, where the "
+        "container\nforbids ptrace, on the host (pip install py-spy); then dflashctl diag again"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.agent import host
 from orchestrator.agent.host import configuration
 from orchestrator.agent.lease import STARTING_S
+from orchestrator.agent.probe import CHECK
 from orchestrator.agent.protocol import PROBES
 
 FAKE_FREE = ("now", "date", "boot_id", "df", "mounts", "ps", "loadavg", "ulimits", "which", "env")
@@ -259,3 +262,47 @@ def test_leases_from_before_a_reboot_are_stale_at_once(agent: Any, workdir: Path
 @pytest.mark.parametrize("gpu", ["../../etc/passwd", "", "a/b", "GPU a"])
 def test_a_lease_names_a_gpu_not_a_path(agent: Any, gpu: str) -> None:
     assert agent.error(acquire(agent, "r-1", gpu))["kind"] == "request.invalid"
+
+
+INFORMATION = """Model: \t\t NVIDIA H200
+IRQ:   \t\t 212
+GPU UUID: \t GPU-1f2e
+Bus Type: \t PCIe
+Bus Location: \t 0000:c1:00.0
+Device Minor: \t 3
+GPU Firmware: \t 580.65.06
+"""
+
+
+def test_cards_are_listed_by_minor_number_and_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's own text, recorded: a kernel line about a card names only its address."""
+    (tmp_path / "0000:c1:00.0").mkdir()
+    (tmp_path / "0000:c1:00.0" / "information").write_text(INFORMATION)
+    monkeypatch.setattr(host, "_CARDS", str(tmp_path))
+
+    assert host._cards() == "minor 3, GPU-1f2e, 0000:c1:00.0, NVIDIA H200"
+    monkeypatch.setattr(host, "_CARDS", str(tmp_path / "none"))
+    assert host._cards() == ""
+
+
+def test_packages_that_do_not_fit_are_named_in_pips_words(tmp_path: Path) -> None:
+    """Against pip itself, which takes four times as long."""
+    site = tmp_path / "site"
+    for name, version, needs in (
+        ("alpha", "1.0", "beta>=2; python_version>'3'"),
+        ("beta", "1.5", "gamma"),
+        ("delta", "1.0", "nothing-here; extra=='x'"),
+    ):
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: {needs}\n"
+        (info / "METADATA").write_text(text)
+        (info / "RECORD").write_text("")
+    code = f"import sys; sys.path[:] = [{str(site)!r}] + sys.path\n" + CHECK
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "alpha 1.0 has requirement beta>=2, but you have beta 1.5." in said.stdout
+    assert "beta 1.5 requires gamma, which is not installed." in said.stdout
+    assert "delta" not in said.stdout

@@ -231,3 +231,27 @@ def test_a_trace_without_an_error_is_no_finding() -> None:
     log = "\n".join(f"step {i}/400 | loss {8 - i / 50} | 15.1k tok/s" for i in range(30))
 
     assert report(log, run_state="training", events=traced("reporter", "/w/r.py:4 f")).healthy
+
+
+@pytest.mark.parametrize(
+    ("stacks", "told"),
+    [
+        ("Process 33: python3 hang.py\nthread 33 python3: S futex_wait", True),
+        (
+            'Process 33: python3 hang.py\nThread 33 (idle): "MainThread"\n    get (queue.py:171)',
+            False,
+        ),
+    ],
+)
+def test_a_hang_without_pythons_stacks_says_how_to_get_them(stacks: str, told: bool) -> None:
+    log = "\n".join(f"step {i}/400 | loss {8 - i / 50} | 15.1k tok/s" for i in range(30))
+
+    (finding,) = report(
+        log,
+        run_state="stalled",
+        now="2026-09-01 09:30:00",
+        last_log_write="2026-09-01 08:00:00",
+        stacks_1=stacks,
+    ).findings
+
+    assert ("install py-spy" in finding.remedy) is told
