@@ -62,15 +62,24 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers that cover ``low..high``: steps of 1, 2 or 5 times a power of ten."""
+    """Round numbers that cover ``low..high``: steps of 1, 2 or 5 times a power of ten.
+
+    About ``count`` of them; where a step that is wide enough gives fewer than three, a finer one.
+    """
     if not high > low:
         return [low]
     raw = (high - low) / max(1, count - 1)
     magnitude = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [n * step for n in range(first, last + 1)]
+    wide = [m * magnitude for m in (10, 5, 2, 1, 0.5)]
+    fits = [step for step in wide if step >= raw * (1 - 1e-9)]
+    found: list[float] = []
+    for step in wide[len(fits) - 1 :]:
+        first = math.ceil(low / step - 1e-9)
+        last = math.floor(high / step + 1e-9)
+        found = [n * step for n in range(first, last + 1)]
+        if len(found) > 2:
+            break
+    return found
 
 
 def thin(

@@ -146,3 +146,8 @@ def test_an_events_details_are_for_reading() -> None:
     page = render(RunRecord({"run_id": "r-1", "state": "training"}, events=[event]))
 
     assert "path checkpoints/step-00001000, tau 1.734, best yes" in page
+
+
+def test_an_axis_has_more_than_one_number_on_it() -> None:
+    assert ticks(1.2, 9.0) == [2, 4, 6, 8]
+    assert ticks(0, 2.6) == [0, 1, 2]
