@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.config import OptimizationConfig
+from trainer.flat_group import FlatGroup, Now
+from trainer.muon import MuonGroup, hidden_matrices
 from trainer.pipeline.stages import WEIGHT_SUM
 
 
@@ -36,62 +38,6 @@ def learning_rate(config: OptimizationConfig, step: int, steps: int) -> float:
     return config.learning_rate * (config.final + (1 - config.final) * cosine)
 
 
-class FlatGroup:
-    """Parameters that are updated alike, in flat buffers of equal layout."""
-
-    kinds: tuple[str, ...] = ("master", "average", "square")
-    """Of the buffers that a checkpoint holds."""
-
-    def __init__(
-        self, named: list[tuple[str, nn.Parameter]], weight_decay: float, dtype: torch.dtype
-    ) -> None:
-        self.names = [name for name, _ in named]
-        self.shapes = [p.shape for _, p in named]
-        self.weight_decay = weight_decay
-        self.master = torch.cat([p.detach().float().flatten() for _, p in named])
-        self.weight = self.master if dtype == torch.float32 else self.master.to(dtype)
-        self.gradient = torch.zeros_like(self.weight)
-        self.factors: Tensor | None = None
-        """Of this step's update, on a GPU (``kernels/adamw.py``)."""
-        self.average = torch.zeros_like(self.master)
-        self.square = torch.zeros_like(self.master if "square" in self.kinds else self.master[:0])
-        for (_, parameter), weight, gradient in zip(
-            named, self.split(self.weight), self.split(self.gradient), strict=True
-        ):
-            parameter.data = weight
-            parameter.grad = gradient
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """Views of a buffer by parameter."""
-        parts = flat.split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-
-class MuonGroup(FlatGroup):
-    """Matrices under ``torch.optim.Muon``, whose momentum is ``average``. Learning rates mean what
-    they mean to AdamW: its updates are scaled to the same root mean square."""
-
-    kinds = ("master", "average")
-
-    def __init__(
-        self,
-        named: list[tuple[str, nn.Parameter]],
-        weight_decay: float,
-        dtype: torch.dtype,
-        momentum: float,
-    ) -> None:
-        super().__init__(named, weight_decay, dtype)
-        self.parameters = [nn.Parameter(part) for part in self.split(self.master)]
-        self.optimizer = torch.optim.Muon(
-            self.parameters,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        for parameter, average in zip(self.parameters, self.split(self.average), strict=True):
-            self.optimizer.state[parameter]["momentum_buffer"] = average
-
-
 class MasterAdamW:
     """The optimizer of one replica; AdamW, and Muon for hidden matrices if the config says so.
     ``module`` is on its device already."""
@@ -102,7 +48,7 @@ class MasterAdamW:
         self.config = config
         self.steps = steps
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        muon = _for_muon(module) if config.optimizer == "muon" else set()
+        muon = hidden_matrices(module) if config.optimizer == "muon" else set()
         matrices = [(n, p) for n, p in named if p.ndim >= 2 and n not in muon]
         others = [(n, p) for n, p in named if p.ndim < 2]
         self.groups = [
@@ -113,8 +59,6 @@ class MasterAdamW:
         if muon:
             hidden = [(n, p) for n, p in named if n in muon]
             self.groups.append(MuonGroup(hidden, config.weight_decay, dtype, config.momentum))
-        self.recordable = not muon
-        """Whether ``apply`` never waits for the device, so that a graph may hold it."""
         self.device = self.groups[0].weight.device
         self._apply = _fused_kernel() if self.device.type == "cuda" else _plain
         self.skipped = torch.zeros((), device=self.device)
@@ -138,10 +82,11 @@ class MasterAdamW:
     def prepare(self, step: int) -> None:
         """The numbers that the host alone knows, where ``apply`` finds them."""
         self._now = Now(step + 1, learning_rate(self.config, step, self.steps))
-        if self.device.type == "cuda":
-            for group in self.groups:
-                if not isinstance(group, MuonGroup):
-                    _send_factors(group, self._now, self.config)
+        for group in self.groups:
+            if isinstance(group, MuonGroup):
+                group.prepare(self._now)
+            elif self.device.type == "cuda":
+                _send_factors(group, self._now, self.config)
 
     def rehearse(self) -> None:
         """An update that changes nothing but the gradients, which it zeroes: what it needs is
@@ -163,8 +108,10 @@ class MasterAdamW:
         coefficient = torch.where(norm.isfinite(), coefficient, torch.nan)
         self.skipped += (~coefficient.isfinite()).float()
         for group in self.groups:
-            apply = _muon if isinstance(group, MuonGroup) else self._apply
-            apply(group, coefficient, self._now, self.config)
+            if isinstance(group, MuonGroup):
+                group.apply(coefficient)
+            else:
+                self._apply(group, coefficient, self._now, self.config)
         self.zero()
         return norm
 
@@ -211,12 +158,6 @@ class MasterAdamW:
         broadcast(self.skipped)
 
 
-class Now(NamedTuple):
-    step: int
-    """From 1."""
-    rate: float
-
-
 Apply = Callable[[FlatGroup, Tensor, Now, OptimizationConfig], None]
 """(group, coefficient on the gradient, now, config): one AdamW step."""
 
@@ -236,26 +177,6 @@ def _plain(group: FlatGroup, coefficient: Tensor, now: Now, config: Optimization
         group.weight.copy_(group.master)
 
 
-def _muon(group: FlatGroup, coefficient: Tensor, now: Now, config: OptimizationConfig) -> None:
-    """torch's own step on the masters. Waits for the device: it must not start on a NaN."""
-    assert isinstance(group, MuonGroup)
-    if not coefficient.isfinite():
-        return
-    gradient = group.gradient.float() * coefficient
-    for parameter, part in zip(group.parameters, group.split(gradient), strict=True):
-        parameter.grad = part
-    group.optimizer.param_groups[0]["lr"] = now.rate
-    group.optimizer.step()
-    if group.weight is not group.master:
-        group.weight.copy_(group.master)
-
-
-def _for_muon(module: nn.Module) -> set[str]:
-    """Names of the hidden matrices; codebooks are embeddings, which Muon is not for."""
-    codebooks = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    return {n for n, p in module.named_parameters() if p.ndim == 2 and id(p) not in codebooks}
-
-
 def _send_factors(group: FlatGroup, now: Now, config: OptimizationConfig) -> None:
     """The learning rate and the like, into a tensor that stays where it is."""
     from trainer.kernels.adamw import schedule_factors
@@ -267,10 +188,7 @@ def _send_factors(group: FlatGroup, now: Now, config: OptimizationConfig) -> Non
         beta1=config.beta1,
         beta2=config.beta2,
     )
-    if group.factors is None:
-        group.factors = torch.empty(fresh.shape, device=group.master.device)
-    # A new pinned tensor each time: the device may still have to read the last one.
-    group.factors.copy_(fresh.pin_memory(), non_blocking=True)
+    group.keep_factors(fresh)
 
 
 def _fused_kernel() -> Apply:

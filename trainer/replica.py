@@ -163,7 +163,7 @@ class StepGraph:
     def rehearse(self) -> None:
         """Record the update, on sums that make it change nothing. Zeroes the gradients."""
         optimizer = self._replica.optimizer
-        if not optimizer.recordable or self._sums is not None:
+        if self._sums is not None:
             return
         kept = optimizer.skipped.clone()
         optimizer.prepare(0)

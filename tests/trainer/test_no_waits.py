@@ -13,12 +13,14 @@ from trainer.data.slots import SlotDecoder
 from trainer.drafter.config import FULL, SLIDING, Dflash2Config
 from trainer.drafter.mask import MaskBuilder
 from trainer.drafter.model import Drafter
+from trainer.flat_group import Now
 from trainer.head_loss import (
     ChunkedHeadLoss,
     HeadLoss,
     reference_head_loss,
     torch_softmax_gradient_,
 )
+from trainer.muon import MuonGroup
 from trainer.objective import DrafterLoss, FrozenTarget, ObjectiveConfig
 from trainer.pipeline.stages import Sums
 
@@ -46,6 +48,14 @@ def test_a_decoded_token(kind: type, nucleus: bool) -> None:
     with torch.inference_mode(), decoder._attention():
         decoder._step()
     assert decoder._made.device == NOWHERE
+
+
+def test_an_update_by_muon() -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(6, n, bias=False) for n in (6, 3)))
+    module.to(NOWHERE)
+    group = MuonGroup(list(module.named_parameters()), 0.1, torch.float32, 0.95)
+    group.prepare(Now(1, 0.01))
+    group.apply(torch.ones((), device=NOWHERE))
 
 
 HEADS = {

@@ -62,10 +62,60 @@ def test_it_is_torchs_adamw_on_the_mean_gradient_clipped() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def test_muon_is_torchs_own_on_matrices_and_adamw_on_the_rest() -> None:
+    ours, theirs = make_module(), make_module()
+    config = settings(schedule="wsd", decay=0.5, optimizer="muon")
+    optimizer = MasterAdamW(ours, config, 10, torch.float32)
+    matrices = [p for p in theirs.parameters() if p.ndim == 2]
+    others = [p for p in theirs.parameters() if p.ndim < 2]
+    muon = torch.optim.Muon(
+        matrices, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(
+        others, betas=(config.beta1, config.beta2), eps=config.epsilon, weight_decay=0.0
+    )
+    for step in range(10):
+        put_gradients(ours, step, 8.0)
+        put_gradients(theirs, step, 8.0)
+        for parameter in theirs.parameters():
+            parameter.grad /= 8.0
+        nn.utils.clip_grad_norm_(theirs.parameters(), config.clip)
+        for each in (muon, adamw):
+            each.param_groups[0]["lr"] = learning_rate(config, step, 10)
+            each.step()
+        optimizer.step(step, sums_of(8.0))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_resumed_optimizer_goes_on_bit_for_bit(kind: str) -> None:
+    def run(steps: range, optimizer: MasterAdamW, module: nn.Module) -> None:
+        for step in steps:
+            put_gradients(module, step, 1.0)
+            optimizer.step(step, sums_of(1.0))
+
+    whole = make_module()
+    straight = MasterAdamW(whole, settings(optimizer=kind), 10, torch.float32)
+    run(range(6), straight, whole)
+    first = make_module()
+    stopped = MasterAdamW(first, settings(optimizer=kind), 10, torch.float32)
+    run(range(3), stopped, first)
+    second = make_module()
+    resumed = MasterAdamW(second, settings(optimizer=kind), 10, torch.float32)
+    resumed.load(stopped.state())
+    run(range(3, 6), resumed, second)
+    for name in ("master", "average", "square"):
+        wanted, found = straight.state()[name], resumed.state()[name]
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("broken", ["gradient", "infinite", "loss"])
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(broken: str) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(broken: str, kind: str) -> None:
     module = make_module()
-    optimizer = MasterAdamW(module, settings(), 10, torch.float32)
+    optimizer = MasterAdamW(module, settings(optimizer=kind), 10, torch.float32)
     put_gradients(module, 0, 1.0)
     optimizer.step(0, sums_of(1.0))
     before = optimizer.state()
