@@ -24,8 +24,9 @@ EVERY_S = 3.0
 # The newest runs of a container; one that lives is always among them.
 PER_CONTAINER = 5
 ALARMS_SHOWN = 8
-BARS = "▁▂▃▄▅▆▇█"
-PLAIN_BARS = "_.-=+*#@"
+# No full block: rows would grow together.
+BARS = "▁▂▃▄▅▆▇"
+PLAIN_BARS = "_.-=+*#"
 
 # Name, width at 80 columns, share of what is wider than that.
 COLUMNS = (

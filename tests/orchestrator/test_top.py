@@ -90,8 +90,8 @@ def test_a_long_name_leaves_an_alarm_its_words() -> None:
     [
         ([], ""),
         ([0.0, 0.0], ""),
-        ([1.0, 2.0, 4.0, 8.0], "▂▃▅█"),
-        ([8.0] * 50 + [2.0] * 10, "▃" * 10),
+        ([1.0, 2.0, 4.0, 8.0], "▁▂▄▇"),
+        ([8.0] * 50 + [2.0] * 10, "▂" * 10),
     ],
 )
 def test_a_sparkline_starts_at_zero(values: list[float], drawn: str) -> None:
