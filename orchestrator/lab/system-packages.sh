@@ -16,6 +16,7 @@ need git git
 need python3 python3
 need lxc-start lxc
 need newuidmap uidmap
+need nft nftables # loses packets on purpose (loss.py)
 python3 -c 'import ensurepip' 2>/dev/null || missing="$missing python3-venv"
 [ -n "$missing" ] || exit 0
 
