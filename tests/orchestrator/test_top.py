@@ -37,7 +37,7 @@ def test_at_80_columns_everything_is_on_one_line() -> None:
         "dflashctl top  12:00:00  1 training",
         "",
         "RUN                  WHERE      STATE     STEP        TOK/S          ETA    GPU",
-        "nightly-2…20000-ab12 lab-200    training  1200/40000  15.5k  ▃▅▇█    2h00m  97%",
+        "nightly-2…20000-ab12 lab-200    training  1200/40000  15.5k  ▂▄▆▇    2h00m  97%",
     ]
 
 
