@@ -31,10 +31,10 @@ from orchestrator.watch import SEED_LINES, read_metrics
 LINES = 200_000
 EVENT_LINES = 2_000
 METRIC_LINES = 5_000
-# 0.3 s to open the channel, these, 0.5 s of grace for each look's own words: 3 s in all, also where
-# nvidia-smi and df hang. A card that nobody holds, without a persistence daemon, may need longer;
+# 0.6 s to start and open the channel, these, 0.3 s to judge: 3 s in all, also where nvidia-smi and
+# df hang. A card that nobody holds, without a persistence daemon, may need longer;
 # of a run that lives it does not.
-LOOK_LIMIT_S = 2.2
+LOOK_LIMIT_S = 2.0
 HOST_LIMIT_S = 3.0
 # Of use only where something has failed.
 AFTERWARDS = frozenset({"pip_check"})

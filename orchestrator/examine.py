@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ def examine(
     :param addresses: hide addresses in the bundle, too.
     :raises DflashctlError: the container could not be asked, and no rule knows why.
     """
+    # The first diagnosis of a process takes 0.3 s longer: while the machines answer it is free.
+    threading.Thread(target=_prepare, daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="dflashctl-") as folder:
         found = collect(fleet, ref, Path(folder) / "train.log")
         done = Examined(found, diagnose(Evidence.from_log(found.log, found.probes)))
@@ -63,3 +66,7 @@ def examine(
                 addresses=addresses,
             )
     return done
+
+
+def _prepare() -> None:
+    diagnose(Evidence.from_text("step 1/2 | loss 1.0", {"run_state": "training"}))
