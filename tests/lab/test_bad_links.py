@@ -76,7 +76,7 @@ def test_a_whole_life_at_100_ms(
     whole_life(cli, lab, code, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_whole_life_at_64_kilobytes_a_second(
     cli: Cli, lab: Lab, proxied: Proxy, code: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +85,16 @@ def test_a_whole_life_at_64_kilobytes_a_second(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lossy")
+def test_a_launch_that_follows_with_every_fifth_packet_lost(cli: Cli, code: Path) -> None:
+    (code / "start_training.sh").write_text("for i in $(seq 50); do echo line $i; done; exit 3\n")
+    done = cli("launch", CT, "--follow", cwd=code, code=1)
+    run_id = done.stdout.splitlines()[0]
+    assert own_lines(done.stdout)[-50:] == [f"line {i}" for i in range(1, 51)]
+    assert f"{run_id} failed: exit code 3" in done.stderr
+
+
+@pytest.mark.soak
 @pytest.mark.usefixtures("lossy")
 def test_a_whole_life_with_every_fifth_packet_lost(
     cli: Cli, lab: Lab, code: Path, tmp_path: Path
@@ -107,8 +117,8 @@ def test_a_whole_life_on_a_link_that_is_all_of_it(
 def test_a_file_larger_than_the_link_carries_within_the_time_limit_for_silence(
     cli: Cli, lab: Lab, proxied: Proxy, code: Path
 ) -> None:
-    """1.5 MB take 24 s, and a link is dead after 9 s without a word."""
-    (code / "large").write_bytes(random.Random(1).randbytes(1_500_000))
+    """1 MB takes 16 s, and a link is dead after 9 s without a word."""
+    (code / "large").write_bytes(random.Random(1).randbytes(1_000_000))
     proxied.set(rtt_ms=20, rate=NARROW)
     done = cli("push", CT, cwd=code, code=0)
     assert "trying again" not in done.stderr and "no record" not in done.stderr

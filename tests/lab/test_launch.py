@@ -200,7 +200,7 @@ def test_ctrl_c_ends_with_130(cli: Cli, code: Path) -> None:
     assert cli.json("status")["state"] == "training"
 
 
-@pytest.mark.parametrize("seed", seeds(2, 50))
+@pytest.mark.parametrize("seed", seeds(1, 50))
 def test_two_people_at_once_start_one_run(cli: Cli, lab: Lab, code: Path, seed: int) -> None:
     dice = random.Random(seed)
     words = ("launch", "lab-201", "--name", f"both{seed}", "--", "sleep", "3232")

@@ -101,7 +101,7 @@ def test_dstack_2346_a_host_that_is_slow_to_connect_is_no_failure(
     cli: Cli, proxied: Proxy, code: Path
 ) -> None:
     """A run was called failed because the connection took longer than expected."""
-    proxied.set(rtt_ms=800)
+    proxied.set(rtt_ms=500)
     done = cli("launch", CT, "--wait", "--", "true", cwd=code, code=0)
     assert "finished" in done.stderr
 

@@ -87,7 +87,7 @@ def test_frozen_at_any_moment_of_a_launch_and_thawed_it_starts_once(
     assert int(sleeping) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_frozen_for_good_is_told_as_such_and_nothing_is_called_failed(
     here: Cli, sick: Lab, code: Path
 ) -> None:
