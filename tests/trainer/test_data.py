@@ -23,7 +23,7 @@ from trainer.data.conversation import (
 )
 from trainer.data.pack import PackedBatches, pack_rows
 from trainer.data.store import Samples
-from trainer.data.template import ChatTemplate, Encoded
+from trainer.data.template import PROOFS, ChatTemplate, Encoded
 from trainer.errors import DataError
 
 pytestmark = pytest.mark.torch
@@ -121,6 +121,24 @@ def test_a_template_that_rewrites_earlier_turns_stops_clearly() -> None:
 def test_a_tokenizer_without_a_template_stops_clearly() -> None:
     with pytest.raises(DataError, match="no chat template"):
         ChatTemplate(make_tokenizer(None))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        TEMPLATE.replace("message['content']", "message['content'] | trim"),
+        TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] }}{{ loop.index }}"),
+    ],
+    ids=["literal", "trims", "counts"],
+)
+def test_many_prompts_are_encoded_as_each_alone(template: str) -> None:
+    chat = ChatTemplate(make_tokenizer(template))
+    many = [[{"role": "user", "content": f" question {i} "}] for i in range(PROOFS + 5)]
+    many.append([{"role": "system", "content": "be kind"}, {"role": "user", "content": "why?"}])
+    many += [[*many[0], {"role": "assistant", "content": "so"}, *many[1]]]
+    assert chat.prompts(many) == [chat.prompt(messages) for messages in many]
+    assert chat.prompts([]) == []
 
 
 def test_the_users_frame_surrounds_the_users_words() -> None:

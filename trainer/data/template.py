@@ -19,6 +19,9 @@ from jinja2 import TemplateError
 from trainer.data.conversation import Messages
 from trainer.errors import DataError
 
+PROOFS = 64
+"""Prompts on which a template's frame must prove literal."""
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -45,11 +48,32 @@ class ChatTemplate:
         return self._tokens(self._render(messages, invite=True))
 
     def prompts(self, many: Sequence[Messages]) -> list[list[int]]:
-        """``prompt`` of each; the tokenizer takes them together, which is many times as fast."""
-        texts = [self._render(messages, invite=True) for messages in many]
-        if not texts:
+        """``prompt`` of each, many times as fast: the tokenizer takes them together, and a user's
+        words alone are put between what the template puts round them, if it proves to do no more
+        on the first of them (rendering took 60 µs each)."""
+        if not many:
             return []
+        alone = [_only_words(messages) for messages in many]
+        texts = [self._render(m, invite=True) for m in many[:PROOFS]]
+        frame = self._literal_frame(texts, alone)
+        for messages, text in zip(many[PROOFS:], alone[PROOFS:], strict=True):
+            if frame is None or text is None:
+                texts.append(self._render(messages, invite=True))
+            else:
+                texts.append(frame[0] + text + frame[1])
         return list(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
+
+    def _literal_frame(
+        self, rendered: list[str], alone: list[str | None]
+    ) -> tuple[str, str] | None:
+        """``user_frame``, unless one of the rendered prompts is more than words within it."""
+        try:
+            before, after = self.user_frame()
+        except DataError:
+            return None
+        pairs = zip(rendered, alone, strict=False)
+        literal = all(text is None or before + text + after == shown for shown, text in pairs)
+        return (before, after) if literal else None
 
     def encode(self, messages: Messages) -> Encoded:
         """A whole conversation. Raises ``DataError`` when the loss mask cannot be known."""
@@ -125,6 +149,14 @@ def stop_tokens(tokenizer: Any, generation_config: Any) -> set[int]:
     found = set(ends if isinstance(ends, (list, tuple)) else [ends])
     found.add(tokenizer.eos_token_id)
     return {int(token) for token in found if token is not None}
+
+
+def _only_words(messages: Messages) -> str | None:
+    """A user's words where they are all there is."""
+    only = messages[0]
+    if len(messages) > 1 or only["role"] != "user" or set(only) != {"role", "content"}:
+        return None
+    return only["content"]
 
 
 def _squeeze(template: Any) -> str:
