@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.diag.text import Line
@@ -82,8 +82,3 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         return {"findings": [f.as_dict() for f in self.findings], "healthy": self.healthy}
-
-
-def demoted(finding: Finding) -> Finding:
-    """The same as a remark: it happened and the run went on."""
-    return replace(finding, severity="info", recovered=True)

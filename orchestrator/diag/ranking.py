@@ -120,7 +120,7 @@ def explains(cause: Finding, effect: Finding) -> bool:
         )
     ):
         return False  # the same exception, or one after it
-    if cause.code == "run.interrupted" and cause.position > effect.position:
+    if cause.code == "run.interrupted" and cause.position > effect.position > 0:
         return False
     if cause.position and effect.position and cause.position > effect.position + 40:
         # Later in the log than its alleged effect; buffered ranks shift by a screenful at most.

@@ -48,6 +48,7 @@ CACHE = (
     r"wiped|failed to (?:load|read|write))",
     r"(?:corrupt|truncated|unreadable|stale)[^\n]{0,40}(?:inductor|triton|compile|autotune|"
     r"kernel|FX graph) cache",
+    rf"(?:lock|Lock|Timeout)[^\n]*{_CACHE_PATH}\S*[^\n]*(?:could not be acquired|timed out)",
     r"(?:codecache|FxGraphCache|AOTAutogradCache|triton_bundler)[^\n]*(?:EOFError|"
     r"UnpicklingError|JSONDecodeError|BadZip)",
 )

@@ -47,7 +47,7 @@ EXEC = (
     r"pve-cluster\.service.*(?:failed|inactive|dead)|pmxcfs.*(?:failed|dead|crash)",
     r"Transport endpoint is not connected.*pve|/etc/pve.*Transport endpoint",
     r"startup for container '?\d+'? failed",
-    r"lxc-start: .*(?:Failed|failed|not)",
+    r"lxc-start: .*(?:Failed|failed|not)|__lxc_start: .*Failed to initialize",
     r"Can't locate PVE/\S+\.pm|perl: .*locale.*pct died",
 )
 
@@ -78,7 +78,9 @@ def stopped(e: Evidence) -> Iterator[Finding]:
     if number:
         hits += [li for li, _ in e.probes.search(rf"^\s*{number}\s+stopped\b")]
     # With the cluster's file system down, or no quorum, pct refuses to start and cannot know.
-    exec_down = any(re.search("ipcc|quorum", h.line.text) for h in e.search(*EXEC))
+    # Nor was it stopped by anybody where its start is what failed.
+    unable = "ipcc|quorum|startup for container|lxc-start|__lxc_start"
+    exec_down = any(re.search(unable, h.line.text) for h in e.search(*EXEC))
     number = number or container_of(e)
     if hits and not exec_down:
         why = e.probes.search(r"\b(?:vzshutdown|vzstop|vzdump|oom-kill|pct (?:stop|shutdown))\b")

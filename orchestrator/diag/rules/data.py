@@ -36,6 +36,7 @@ FORMAT = (
     r"Couldn't deserialize thrift",
     r"DatasetGenerationError|DatasetGenerationCastError|CastError: Couldn't cast",
     r"(?:JSONDecodeError|json\.decoder)",
+    r"tarfile\.\w*Error|ReadError: (?:unexpected end|not a gzip|file could not be opened)|"
     r"Not a gzipped file|Compressed file ended before the end-of-stream|BadGzipFile|"
     r"CRC check failed",
     r"ZstdError|zstd[^\n]*(?:Unknown frame descriptor|corrupt|decompress)|Data corruption detected",

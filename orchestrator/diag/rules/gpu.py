@@ -40,6 +40,7 @@ ARCH = (
     r"the provided PTX was compiled with an unsupported toolchain|"
     r"CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
     r"device kernel image is invalid|CUDA_ERROR_INVALID_(?:IMAGE|PTX)|CUDA_ERROR_NO_BINARY_FOR_GPU",
+    r"only supported on [^\n]*(?:compute capability|sm_\d)",
     r"(?:requires|needs) (?:compute capability|CUDA capability|sm_)\D{0,10}\d+[^\n]*(?:but|"
     r"found|got)",
 )

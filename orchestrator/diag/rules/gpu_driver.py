@@ -106,6 +106,9 @@ def driver_missing(e: Evidence) -> Iterator[Finding]:
     """torch's ``Found no NVIDIA driver on your system``, nvidia-smi's ``couldn't communicate with
     the NVIDIA driver``, a linker that finds no ``libcuda.so.1``."""
     hits = e.search(*DRIVER_MISSING)
+    # torch says "driver initialization failed" also of a mask that names no card.
+    if e.probes.has(r"^GPU \d+: |^\d+, NVIDIA ") and not e.progress:
+        hits = [h for h in hits if "driver initialization failed" not in h.line.text]
     gone = [h for h in hits if not e.recovered(h.line)]
     only_smi = hits and all("nvidia-smi: " in h.line.text for h in hits)
     if not gone or (only_smi and not e.search(*NONE, *UNKNOWN_INIT)) or e.search(*MISMATCH):

@@ -23,6 +23,7 @@ NAN_WORDS = (
     r"returned nan values in its \d+th output",
     r"FloatingPointError|Loss is (?:NaN|nan|inf)|NaN (?:or Inf )?(?:found|detected|encountered)",
     r"[Nn]umber of nan iterations: +[1-9]",
+    r"loss scale already at minimum",
     r'"event": ?"nonfinite"',
 )
 _SCALER = re.compile(
@@ -44,8 +45,8 @@ def nan(e: Evidence) -> Iterator[Finding]:
     ]
     steps = {s.line.number for s in [*bad, *grads]}
     words = [h for h in words if h.line.number not in steps]
-    # fairseq's last word: a scale that was halved until nothing is left.
-    ended = re.compile(r"FloatingPointError|[Mm]inimum loss scale")
+    # fairseq's and DeepSpeed's last word: a scale that was halved until nothing is left.
+    ended = re.compile(r"FloatingPointError|[Mm]inimum loss scale|scale already at minimum")
     hard = [h for h in words if not _SCALER.search(h.line.text) or ended.search(h.line.text)]
     hard = [h for h in hard if not e.recovered(h.line)]
     losses = e.series.losses()

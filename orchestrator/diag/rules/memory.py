@@ -48,6 +48,8 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
         r"BrokenProcessPool|A process in the process pool was terminated abruptly",
         r"\b(?:exit|rc|code|status)\D{0,12}137\b",
     )
+    if kernel:  # torch's words when it learns only that the worker is gone
+        worker += e.search(r"DataLoader worker \(pid\(s\) [^)]*\) exited unexpectedly")
     said = e.search(*OOM_LOG, probes=False)
     record = e.outcome.exit
     by_kill = bool(worker) or (

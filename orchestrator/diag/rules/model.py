@@ -33,7 +33,8 @@ LOAD = (
     r"It looks like the config file at '[^']+' is not a valid JSON file",
     r"(?:sha256|checksum|hash|size)[^\n]*(?:mismatch|differs|"
     r"does not match)[^\n]*(?:safetensors|shard|weights?|model)",
-    r"unable to mmap \d+ bytes from file|invalid magic (?:number|character)[^\n]*gguf|"
+    r"unable to mmap \d+ bytes from file|(?i:invalid magic (?:number|character)[^\n]*gguf)|"
+    r"GGUF magic (?:invalid|number)|not a GGUF file|"
     r"Keys? \S+ not found in (?:the )?(?:index|weight_map)",
 )
 SHAPE = (

@@ -21,7 +21,7 @@ TIMEOUT = (
     r"[Hh]eartbeat monitor timed out",
     r"Received a (?:dump signal|timeout)[^\n]*(?:collective|timeout)[^\n]*(?:rank|from)",
     r"Observed flight recorder dump signal|First PG on this rank to signal dumping",
-    r"Some NCCL operations have failed or timed out",
+    r"Some NCCL operations have failed or timed out|due to collective timeout or exception",
     r"Collectives differ in the following aspects|collective mismatch",
     r"wait timeout after \d+ms.*(?:barrier|allreduce)",
     r"gloo.*[Tt]imed out",

@@ -47,6 +47,7 @@ PROMPT = (
 NEVER = (
     r"duplicate session",
     r"^(?:\[exited\]|Pane is dead)",
+    r"(?:^|: )\S+\.(?:sh|py): (?:Permission denied|cannot execute)|"
     r"\b(?:start\S*|run|train)\S*\.sh: (?:No such file or directory|Permission denied|not found)",
     r"cannot (?:open|execute)[^\n]*\.sh|can't open '?\S*\.sh|bad interpreter",
     r"syntax error near unexpected token|unexpected EOF while looking for|syntax error: ",
