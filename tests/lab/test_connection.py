@@ -126,6 +126,16 @@ def test_a_wrong_passphrase_is_refused_once(cli: Cli, locked: Path) -> None:
     assert terminal.exit_code() == 3
 
 
+def test_a_verb_for_several_asks_for_a_passphrase_once(cli: Cli, locked: Path) -> None:
+    terminal = Terminal(cli, "exec", "lab-200", "lab-201", "--", "echo", "hi")
+    terminal.until(b"password or passphrase for root@")
+    terminal.type(b"open sesame\n")
+    for name in (b"lab-200", b"lab-201"):
+        terminal.until(name + b" | hi")
+    assert terminal.exit_code() == 0
+    assert terminal.seen.count(b"passphrase for") == 1
+
+
 def test_a_locked_key_that_the_agent_holds_needs_no_passphrase(
     cli: Cli, agent: str, locked: Path
 ) -> None:
