@@ -331,3 +331,18 @@ def test_one_that_freezes_while_it_is_asked_is_lost_alone(
     finally:
         lab.thaw(200)
     assert made.container(targets[0]).call("ping")
+
+
+def test_a_login_shell_that_prints_first_harms_none_of_many(
+    cli: Cli, lab: Lab, crowd: list[str]
+) -> None:
+    profile = "/root/.bashrc"
+    lab.host(["sh", "-c", f"test ! -e {profile} || mv {profile} {profile}.kept"])
+    lab.host(["sh", "-c", f"echo 'echo Welcome to PVE; seq 5000; seq 5000 >&2' > {profile}"])
+    try:
+        assert cli.json("ps") == {"runs": [], "unreachable": []}
+        assert cli("exec", "c0", "c1", "--", "echo", "hi", code=0).stdout.count(" | hi") == 2
+    finally:
+        lab.host(
+            ["sh", "-c", f"rm {profile}; test ! -e {profile}.kept || mv {profile}.kept {profile}"]
+        )
