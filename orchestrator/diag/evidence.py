@@ -73,14 +73,12 @@ class Evidence:
         after the run had said that it was done. The system's own journals tell of everybody, so
         they are read only by rules that ask for them (``system``). ``named`` limits the probes.
         """
-        hits: list[Hit] = []
-        if log:
-            hits += self._log_text.search(patterns)
-        if probes:
-            hits += self._probe_text.search(patterns)
+        hits = self._text.search(patterns)
         kept = []
         for hit in hits:
             if hit.line.quiet and not quiet:
+                continue
+            if not (log if hit.line.source == "log" else probes):
                 continue
             if hit.line.source != "log":
                 key = hit.line.source.removeprefix("probe:")
@@ -101,18 +99,15 @@ class Evidence:
         for probe in self.probes.named(r"^(?:ct|vmid|container)$"):
             if (match := re.search(r"\d{3,9}", probe.text)) is not None:
                 return match[0]
-        hits = self._log_text.search(_OWN_NUMBER)
-        asked = [p for p in self.probes.named(r"^(?:pct_status|pct|pct_config)$")]
-        hits += Text([li for probe in asked for li in probe.lines]).search(_OWN_NUMBER)
+        asked = self.probes.named(r"^(?:pct_status|pct|pct_config)$")
+        lines = [*distinct(self.lines), *(li for probe in asked for li in probe.lines)]
+        hits = Text(lines).search(_OWN_NUMBER)
         return next((g for hit in hits for g in hit.match.groups() if g), "")
 
     @cached_property
-    def _log_text(self) -> Text:
-        return Text(distinct(self.lines))
-
-    @cached_property
-    def _probe_text(self) -> Text:
-        return Text(self.probes.lines)
+    def _text(self) -> Text:
+        """The log's lines, then the probes': one text, because most rules ask for both."""
+        return Text([*distinct(self.lines), *self.probes.lines])
 
     @cached_property
     def errors(self) -> list[Failure]:
