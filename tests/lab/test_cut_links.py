@@ -48,6 +48,16 @@ def processes(lab: Lab, words: str) -> int:
     return int(lab.pct("exec", 201, "--", "sh", "-c", line))
 
 
+def test_a_login_that_is_cut_off_is_not_called_refused(cli: Cli, proxied: Proxy) -> None:
+    """A refused key is for the user to mend; a lost link is not, and is tried again."""
+    for at in range(1_600, 3_000, 200):
+        proxied.cut_after(at, "down")
+        done = cli("exec", CT, "--", "true")
+        over(proxied)
+        assert "refused user" not in done.stderr and "passphrase" not in done.stderr
+        assert done.returncode == 3 or at > 2_000, "nothing was cut"
+
+
 @pytest.mark.parametrize("seed", seeds(1, 20))
 def test_a_push_goes_on_and_is_whole(
     cli: Cli, lab: Lab, proxied: Proxy, code: Path, seed: int
