@@ -103,7 +103,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def tree(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """The config of a recipe; the number of steps is set later."""
-    seconds = (3, 3, 6) if options.tiny else (14, 6, 82)
+    seconds = (30, 30, 60) if options.tiny else (14, 6, 82)
     count = 40 if options.tiny else 200_000
     sampled = {"kind": "self", "count": count, "max_new_tokens": 80, "top_p": 1.0}
     made = {
@@ -392,6 +392,8 @@ def main() -> None:
     figures = Figures("quality-figures.jsonl")
     if not (options.folder / "chat.json").exists():
         run_watched(options, "data", "base", 240, figures)
+        if not (options.folder / "chat.json").exists():
+            raise SystemExit("no data was made; nothing can be trained")
     for recipe in options.recipes:
         left = options.limit - figures.spent_s()
         # Start-up, compiling and evaluation took others under 100 s.
