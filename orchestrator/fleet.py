@@ -74,9 +74,13 @@ class Opening:
         except DflashctlError as error:
             self._error = error
 
+    def wait(self) -> None:
+        """Until the far side has been asked to start the agent, or cannot be."""
+        self._thread.join()
+
     def result(self) -> AgentChannel:
         """:raises UnreachableError: what kept it from opening."""
-        self._thread.join()
+        self.wait()
         if self._error is not None and not self._may_be_asked():
             raise self._error
         # Again, here: to ask for a password, or to show the fault of ours that ended the thread.

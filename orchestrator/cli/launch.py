@@ -79,7 +79,10 @@ def launch(
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         alone = len(found) == 1 and not dry_run
         opening = session.fleet.opening(found[0]) if alone else None
-        # While the host answers and pct starts: some 0.1 s of imports then cost nothing.
+        # While pct starts, some 0.1 s of imports cost nothing; before, they would hold up the
+        # thread that connects (one interpreter runs one of them at a time).
+        if opening is not None:
+            opening.wait()
         from orchestrator.cli.starting import Wishes, start
 
         wishes = Wishes(
