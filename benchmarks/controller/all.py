@@ -21,9 +21,9 @@ def main() -> None:
     options.add_argument("--only", default="launch,transfer,tail")
     given = options.parse_args()
     wanted = given.only.split(",")
-    found: list[Row] = []
-    print(circumstances())
+    print(HEADER)
     for rtt_ms in RTTS_MS:
+        found: list[Row] = []
         with bed(rtt_ms) as made:
             if "launch" in wanted:
                 found += launch.rows(made, rtt_ms, 3 if given.quick else 10)
@@ -31,8 +31,8 @@ def main() -> None:
                 found += transfer.rows(made, rtt_ms, 1 if given.quick else 3)
             if "tail" in wanted:
                 found += tail.rows(made, rtt_ms, 100 if given.quick else 400)
-        print(f"{rtt_ms:g} ms: done, {circumstances()}", flush=True)
-    print(HEADER, *(row.markdown() for row in sorted(found, key=lambda r: r.what)), sep="\n")
+        print(*(row.markdown() for row in found), sep="\n", flush=True)
+    print(circumstances())
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def reading(
 
 def delays(lines: Sequence[tuple[float, str]], count: int) -> Delays:
     stamps = [(now, line.split()) for now, line in lines if line.startswith("stamp ")]
-    assert len(stamps) == count, f"{len(stamps)} lines of {count}"
+    numbers = [int(words[1]) for _, words in stamps]
+    assert numbers == list(range(numbers[0], count)), "lines are lost, doubled or out of order"
     # The first ones come with the connection.
     return Delays(sorted((now - float(words[2])) * 1000 for now, words in stamps[20:]))
 
@@ -86,7 +87,7 @@ def latency(made: Bed, count: int) -> tuple[Delays, Delays]:
     found = []
     for ours in (True, False):
         (made.code / "stamps.py").write_text(STAMPS)
-        command = ("--", "python3", "stamps.py", str(count), "4")
+        command = ("--", "python3", "stamps.py", str(count), "8")
         run_id = made.said("launch", TARGET, "--force", *command).splitlines()[0]
         log = f"/workspace/dflashctl/runs/{run_id}/train.log"
         argv = made.argv("tail", run_id) if ours else made.ssh(f"pct exec {CT} -- tail -F {log}")
@@ -100,7 +101,7 @@ def flood(made: Bed) -> tuple[float, float]:
     found = []
     for ours in (True, False):
         (made.code / "flood.py").write_text(FLOOD)
-        command = ("--", "python3", "flood.py", "4")
+        command = ("--", "python3", "flood.py", "8")
         run_id = made.said("launch", TARGET, "--force", *command).splitlines()[0]
         log = f"/workspace/dflashctl/runs/{run_id}/train.log"
         argv = made.argv("tail", run_id, "-n", "1000000")
