@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -434,3 +435,9 @@ def test_a_slow_run_is_told_with_what_changed(here: Cli, sick: Lab, code: Path) 
     assert root["code"] == "throughput.collapse"
     assert f"since {first} changed: code" in root["title"]
     assert "2 files differ: fake.py, start_training.sh" in json.dumps(root["evidence"])
+    bundle = here.home / "slow.tar.gz"
+    here("diag", second, "--bundle", bundle)
+    saved = json.loads(here("diag", "--from", bundle, "--json").stdout)
+    assert saved["findings"][0]["title"] == root["title"]
+    with tarfile.open(bundle) as archive:
+        assert {"run.json", "environment.json"} <= set(archive.getnames())
