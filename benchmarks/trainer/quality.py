@@ -11,6 +11,7 @@ each, greedy: by the walk (``walk.py``), and by decoding one after the other for
 ``--decode`` prompts of each kind. ``plain`` is SpecForge 0.2.0's objective and optimizer in a plain
 loop (needs its wheel).
 
+Before the first long run on a machine, a short one: ``--folder TRY --data-seconds 15 --seconds 10``.
 Every figure is printed when it is known; every run ends in one line of ``OUT/quality.jsonl``.
 On a CPU: ``--device cpu --tiny --target FOLDER`` tries the flow.
 """
@@ -97,13 +98,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "layers8": {"drafter": {"num_layers": 8, "target_layer_ids": [1, 8, 14, 20, 27]}},
     "wide": {"drafter": {"intermediate_size": 3072}},
     "fp8": {"optimization": {"fp8": "head"}},
+    "launches": {"pipeline": {"cuda_graph": False}},
     "plain": {},
 }
 
 
 def tree(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """The config of a recipe; the number of steps is set later."""
-    seconds = (30, 30, 60) if options.tiny else (14, 6, 82)
+    # Of 120 s: prompts of three kinds, responses; the rest goes to tokenizing and writing.
+    seconds = [options.data_seconds / 120 * part for part in (14, 6, 82)]
     count = 40 if options.tiny else 200_000
     sampled = {"kind": "self", "count": count, "max_new_tokens": 80, "top_p": 1.0}
     made = {
@@ -445,6 +448,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--print", metavar="RECIPE", help="as a config file, and leave")
     parser.add_argument("--steps", type=int, default=8000, help="in the printed config (8000)")
     parser.add_argument("--seconds", type=float, default=200, help="of training (200)")
+    parser.add_argument("--data-seconds", type=float, default=120, help="of data making (120)")
     parser.add_argument("--limit", type=float, default=560, help="of all of it (560)")
     parser.add_argument("--prompts", type=int, default=40, help="of each kind (40)")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
