@@ -11,7 +11,7 @@ each, greedy: by the walk (``walk.py``), and by decoding one after the other for
 ``--decode`` prompts of each kind. ``plain`` is SpecForge 0.2.0's objective and optimizer in a plain
 loop (needs its wheel).
 
-Before the first long run on a machine, a short one: ``--folder TRY --data-seconds 15 --seconds 10``.
+Before the first long run on a machine, a short one: ``--folder T --data-seconds 15 --seconds 10``.
 Every figure is printed when it is known; every run ends in one line of ``OUT/quality.jsonl``.
 On a CPU: ``--device cpu --tiny --target FOLDER`` tries the flow.
 """
@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from measure import Figures, figure, settle, watch_part
@@ -41,6 +42,7 @@ from trainer.data.template import ChatTemplate, stop_tokens
 from trainer.drafter import format as drafter_format
 from trainer.drafter.decoding import DraftSession
 from trainer.drafter.model import Drafter
+from trainer.evaluate import bootstrap
 from trainer.objective import FrozenTarget
 from trainer.pipeline.inline import InlineExecutor
 from trainer.pipeline.stages import Sums
@@ -378,9 +380,11 @@ def evaluate(
 
 
 def tell_tau(name: str, passes: list[list[int]]) -> None:
-    tokens, count = sum(map(sum, passes)), sum(map(len, passes))
-    figure(name, tokens / max(1, count))
-    figure(f"{name}: prompts, tokens", [len(passes), tokens])
+    tokens, counts = np.array([sum(p) for p in passes]), np.array([len(p) for p in passes])
+    low, high = bootstrap(tokens, counts, 0)
+    figure(name, float(tokens.sum() / max(1, counts.sum())))
+    figure(f"{name}: 95 %", [round(low, 3), round(high, 3)])
+    figure(f"{name}: prompts, tokens", [len(passes), int(tokens.sum())])
 
 
 # -- all ------------------------------------------------------------------------------------------
