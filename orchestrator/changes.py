@@ -7,6 +7,7 @@ machine (clocks, neighbours), which a list of records cannot show.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,21 @@ def _environment(before: Past, now: Past) -> Iterator[str]:
     for one in compare(before.environment, now.environment):
         if one.weight != "harmless":
             yield f"environment: {one.key} {one.before} → {one.after} ({one.why})"
+
+
+def drift(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """``torch 2.11.0 -> 2.13.0``: packages that came, went or changed; names normalized."""
+    return [
+        f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def installed(text: str) -> dict[str, str]:
+    """Packages of a probe's ``name version`` lines, named as an environment names them."""
+    rows = [line.split() for line in text.splitlines()]
+    return {re.sub(r"[-_.]+", "-", row[0]).lower(): row[1] for row in rows if len(row) == 2}
 
 
 def _some(words: list[str]) -> str:

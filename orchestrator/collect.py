@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.agent.protocol import CONTAINER_PROBES
 from orchestrator.alarm import best_of
-from orchestrator.changes import Past, changes
+from orchestrator.changes import Past, changes, drift, installed
 from orchestrator.channel import AgentChannel
 from orchestrator.environment.lock import Environment, parse
 from orchestrator.errors import DflashctlError, RunNotFound
@@ -39,6 +39,8 @@ HOST_LIMIT_S = 3.0
 # Of use only where something has failed.
 AFTERWARDS = frozenset({"pip_check"})
 STACKS_LIMIT_S = 10.0
+EARLIER_RUNS = 5
+"""So far back a run is looked for that the present one can be compared with."""
 
 
 @dataclass
@@ -143,13 +145,22 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
     if (recorded := _environment(_whole(environment))) is not None:
         found.records["environment.json"] = recorded.model_dump(mode="json")
     before = (summary.model_extra or {}).get("predecessor")
-    if before:
-        _compare(channel, ref, answer, str(before), found)
+    earlier = _compare(channel, ref, answer, str(before), found) if before else None
+    if drifted := _drift(earlier, recorded, str(found.probes.get("pip_list") or "")):
+        found.probes["env_drift"] = "\n".join(drifted)
     if stacks is not None:
         # Twice: what stands in the same place both times is what hangs.
         found.probes["stacks_1"] = _stacks(fleet, ref, summary, stacks)
         again = _request_stacks(channel, ref, summary)
         found.probes["stacks_2"] = _stacks(fleet, ref, summary, again)
+
+
+def _drift(before: Environment | None, start: Environment | None, listed: str) -> list[str]:
+    """Packages that differ from the run before, and that changed under this one."""
+    if start is None:
+        return []
+    since = drift(before.packages, start.packages) if before is not None else []
+    return since + (drift(start.packages, installed(listed)) if listed else [])
 
 
 def _request_stacks(channel: AgentChannel, ref: RunRef, summary: RunSummary) -> Request:
@@ -206,20 +217,39 @@ def _whole(request: Request) -> str:
 
 def _compare(
     channel: AgentChannel, ref: RunRef, answer: dict[str, Any], before: str, found: Collected
-) -> None:
-    """The run's predecessor: its best rate, and what differs from it."""
-    try:
-        best = best_of(read_metrics(channel, before, SEED_LINES))
-        earlier = channel.request("run.status", run_id=before, lines=0).result()
-    except DflashctlError:
-        # Removed since, or of another container.
-        return
-    if best is not None:
-        found.probes["predecessor"] = {"run": before, "tok_s": best}
+) -> Environment | None:
+    """The last run before this one that trained: its best rate, and what differs from it. Returns
+    its environment."""
+    measured = _last_that_trained(channel, before)
+    if measured is None:
+        return None
+    earlier, best = measured
+    run_id = str(earlier["run_id"])
+    found.probes["predecessor"] = {"run": run_id, "tok_s": best}
     asked = [_ask_past(channel, ref, one) for one in (earlier, answer)]
-    lines = changes(*(one() for one in asked))
+    past, present = (one() for one in asked)
+    lines = changes(past, present)
     nothing = "nothing in code, command, config, data, GPUs or environment"
-    found.probes["changes"] = "\n".join([f"since {before}:", *(lines or [nothing])])
+    found.probes["changes"] = "\n".join([f"since {run_id}:", *(lines or [nothing])])
+    return past.environment
+
+
+def _last_that_trained(channel: AgentChannel, run_id: str) -> tuple[dict[str, Any], float] | None:
+    """``run.status`` and best rate. Attempts that died at once often lie between two real runs."""
+    for _ in range(EARLIER_RUNS):
+        try:
+            status = channel.request("run.status", run_id=run_id, lines=0)
+            best = best_of(read_metrics(channel, run_id, SEED_LINES))
+            earlier = status.result()
+        except DflashctlError:
+            # Removed since, or of another container.
+            return None
+        if best is not None:
+            return earlier, best
+        if not earlier.get("predecessor"):
+            return None
+        run_id = str(earlier["predecessor"])
+    return None
 
 
 def _ask_past(channel: AgentChannel, ref: RunRef, answer: dict[str, Any]) -> Callable[[], Past]:

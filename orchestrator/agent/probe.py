@@ -127,6 +127,7 @@ def _looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
         "exit_record": lambda: exit_record(scene.run) if scene.run else None,
         "last_log_write": lambda: _last_write(scene.run),
         "nccl_flight": lambda: _flight(scene.run),
+        "compile_cache": lambda: compile_caches(_variables_of(scene.run)),
         "pip_list": lambda: _ask_python(scene, _LIST),
         "pip_check": lambda: _ask_python(scene, CHECK),
     }
@@ -247,6 +248,40 @@ def _flight(run: RunPaths | None) -> dict[str, Any]:
     return dumps(run, _variables_of(run), float(record.get("created") or 0.0))
 
 
+CACHE_FILES = 5_000
+"""A long project's cache holds 100,000 files; whether there is one is what matters."""
+
+
+def compile_caches(variables: dict[str, str]) -> str:
+    """Where inductor and Triton keep what they compiled, how much, and the newest."""
+    home = variables.get("HOME") or os.path.expanduser("~")
+    user = variables.get("USER") or variables.get("LOGNAME") or "root"
+    inductor = f"{variables.get('TMPDIR') or '/tmp'}/torchinductor_{user}"
+    places = {
+        "inductor": variables.get("TORCHINDUCTOR_CACHE_DIR") or inductor,
+        "triton": variables.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache",
+    }
+    return "\n".join(f"{name}: {path}, {_contents(path)}" for name, path in places.items())
+
+
+def _contents(root: str) -> str:
+    files, size, newest = 0, 0, 0.0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            files, size, newest = files + 1, size + status.st_size, max(newest, status.st_mtime)
+        if files >= CACHE_FILES:
+            break
+    if not files:
+        return "nothing in it"
+    more = "more than " if files >= CACHE_FILES else ""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest))
+    return f"{more}{files} files, {size / 1e6:.1f} MB, newest of {when}"
+
+
 def _last_write(run: RunPaths | None) -> str | None:
     if run is None:
         return None
@@ -256,7 +291,11 @@ def _last_write(run: RunPaths | None) -> str | None:
 
 _LIST = """
 import importlib.metadata as m
-print("\\n".join(sorted({f"{d.name} {d.version}" for d in m.distributions() if d.name})))
+have = {}
+for d in m.distributions():
+    if d.name:
+        have.setdefault(d.name, d.version)  # the first on sys.path is the one that is imported
+print("\\n".join(sorted(f"{name} {version}" for name, version in have.items())))
 """
 # In pip's own words: `python -m pip check` takes 1.2 s beside torch, this 0.3 s.
 CHECK = """

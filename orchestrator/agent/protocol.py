@@ -221,7 +221,7 @@ CONTAINER_PROBES = (
     *("nvidia_smi_topo", "ls_dev", "proc_driver", "df", "inodes", "mounts", "shm", "tmux", "ps"),
     *("memory_events", "cgroup_events", "memory", "free", "nproc", "loadavg", "ulimits"),
     *("ulimit_l", "locale", "env", "which", "ip_addr", "dmesg", "exit_record"),
-    *("last_log_write", "nccl_flight", "pip_list", "pip_check"),
+    *("last_log_write", "nccl_flight", "compile_cache", "pip_list", "pip_check"),
 )
 HOST_PROBES = (
     *("date", "host_dmesg", "host_gpus", "host_nvidia_smi_L", "host_compute_apps", "host_cgroup"),

@@ -425,6 +425,7 @@ def test_a_slow_run_is_told_with_what_changed(here: Cli, sick: Lab, code: Path) 
     fake = (Path(__file__).parent / "fake_run.py").read_text()
     first = launch(here, code, "python3 fake.py 40 0.01\n", fake=fake)
     over(here, first)
+    over(here, launch(here, code, "exit 3\n"))  # an attempt that died at once is no measure
     second = launch(
         here, code, "python3 fake.py 40 0.01\nsleep 60\n", fake=fake.replace("20000.0", "9000.0")
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrator.changes import Past, changes
+from orchestrator.changes import Past, changes, drift, installed
+from orchestrator.diag import Evidence, diagnose
 from orchestrator.environment.lock import Environment
 
 ENVIRONMENT: dict[str, Any] = {
@@ -109,3 +110,28 @@ def test_what_an_older_run_did_not_record_is_no_change() -> None:
         "code: release None → aaaa; commit none → 111111111111",
         "GPUs: none → GPU-1, GPU-2",
     ]
+
+
+def test_packages_that_came_went_or_changed_are_drift() -> None:
+    before = {"torch": "2.11.0", "triton": "3.5.0", "idna": "3.10"}
+    now = installed("torch 2.13.0\nTriton 3.5.0\nhuggingface_hub 1.2.0\nsome noise in a line")
+
+    assert drift(before, now) == [
+        "huggingface-hub absent -> 1.2.0",
+        "idna 3.10 -> absent",
+        "torch 2.11.0 -> 2.13.0",
+    ]
+
+
+def test_drift_explains_an_error_of_that_package_and_nothing_else() -> None:
+    probes = {"env_drift": "transformers 5.2.0 -> 5.24.0", "exit_record": {"exit_code": 1}}
+
+    def root(error: str) -> str:
+        log = (
+            "Traceback (most recent call last):\n"
+            f'  File "/w/train.py", line 4, in <module>\n    go()\n{error}\n'
+        )
+        return diagnose(Evidence.from_text(log, probes)).findings[0].code
+
+    assert root("AttributeError: module 'transformers' has no attribute 'AutoTap'") == "env.drift"
+    assert root("KeyError: 'row 7'") == "code.error"

@@ -15,7 +15,7 @@ import pytest
 from orchestrator.agent import host
 from orchestrator.agent.host import configuration
 from orchestrator.agent.lease import STARTING_S
-from orchestrator.agent.probe import CHECK
+from orchestrator.agent.probe import CHECK, compile_caches
 from orchestrator.agent.protocol import PROBES
 
 FAKE_FREE = ("now", "date", "boot_id", "df", "mounts", "ps", "loadavg", "ulimits", "which", "env")
@@ -306,3 +306,14 @@ def test_packages_that_do_not_fit_are_named_in_pips_words(tmp_path: Path) -> Non
     assert "alpha 1.0 has requirement beta>=2, but you have beta 1.5." in said.stdout
     assert "beta 1.5 requires gamma, which is not installed." in said.stdout
     assert "delta" not in said.stdout
+
+
+def test_compile_caches_are_found_where_the_run_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "inductor" / "ab").mkdir(parents=True)
+    (tmp_path / "inductor" / "ab" / "k.so").write_bytes(b"x" * 2_000_000)
+    variables = {"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/inductor", "HOME": str(tmp_path)}
+
+    inductor, triton = compile_caches(variables).splitlines()
+
+    assert inductor.startswith(f"inductor: {tmp_path}/inductor, 1 files, 2.0 MB, newest of ")
+    assert triton == f"triton: {tmp_path}/.triton/cache, nothing in it"
