@@ -111,8 +111,8 @@ def _calls(dump: Mapping[str, Any], rank: int) -> list[Call]:
         sequence = entry.get("collective_seq_id", entry.get("seq_id"))
         if not isinstance(sequence, int):
             continue
-        sizes = entry.get("input_sizes") or []
-        frames = [f for f in entry.get("frames") or [] if isinstance(f, dict)]
+        sizes, frames = (_items(entry.get(key)) for key in ("input_sizes", "frames"))
+        frames = [f for f in frames if isinstance(f, dict)]
         user = next((f for f in frames if "/torch/" not in str(f.get("filename"))), None)
         calls.append(
             Call(
@@ -128,6 +128,10 @@ def _calls(dump: Mapping[str, Any], rank: int) -> list[Call]:
             )
         )
     return calls
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []
 
 
 def first_mismatch(dumps: Mapping[int, list[Call]]) -> Mismatch | None:

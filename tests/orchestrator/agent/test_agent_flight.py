@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import socket
@@ -80,7 +81,17 @@ class Evil:
         return os.system, ("touch /tmp/dflashctl-evil",)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(Evil()), b"", b"\x80\x02]q\x00.", b"garbage"])
+def odd(**fields: Any) -> bytes:
+    return pickle.dumps({"entries": [entry(7) | fields]})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(pickle.dumps(Evil()), b"", b"\x80\x02]q\x00.", b"garbage", pickle.dumps({"entries": 3})),
+        *(odd(input_sizes=7), odd(frames=7), odd(process_group=7)),
+    ],
+)
 def test_a_hostile_or_torn_dump_runs_nothing_and_says_so(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "r0").write_bytes(content)
     write(tmp_path / "r1", entry(7))
@@ -90,6 +101,25 @@ def test_a_hostile_or_torn_dump_runs_nothing_and_says_so(tmp_path: Path, content
     assert found["0"]["error"]
     assert found["1"]["entries"]
     assert not Path("/tmp/dflashctl-evil").exists()
+
+
+def test_odd_values_travel_as_plain_json_of_bounded_length(tmp_path: Path) -> None:
+    values = {"profiling_name": b"\xff" * 9999, "state": {1, 2}, "collective_seq_id": "7"}
+    (tmp_path / "r0").write_bytes(odd(**values, frames=[{"filename": "x" * 9999, "line": None}]))
+
+    found = dumps(None, {FLIGHT_VARIABLES[0]: f"{tmp_path}/r"}, since=0)
+
+    assert len(json.dumps(found)) < 1000
+    assert read_dumps(Probes({"nccl_flight": found})) == {0: []}
+
+
+def test_many_ranks_share_the_room_of_one_answer(tmp_path: Path) -> None:
+    for rank in range(60):
+        write(tmp_path / f"r{rank}", *(entry(n) for n in range(150)))
+
+    found = dumps(None, {FLIGHT_VARIABLES[0]: f"{tmp_path}/r"}, since=0)
+
+    assert {len(one["entries"]) for one in found.values()} == {100}
 
 
 RANK = """
