@@ -16,6 +16,7 @@ from orchestrator.errors import (
     UnreachableError,
 )
 from orchestrator.fleet import Fleet
+from orchestrator.reconnect import reconnecting
 from orchestrator.run import ENDED, RunRef, RunSummary
 
 # Seconds between attempts; the last one is repeated.
@@ -91,11 +92,17 @@ class Follower:
         return f"{self.ref.target.name} {self.run_id or ''}".rstrip()
 
     def summary(self) -> RunSummary:
-        """The run as it stands after the last piece."""
+        """The run as it stands after the last piece; also when the link went with that piece."""
         if self._summary is None:
-            channel = self._channel or self.fleet.container(self.ref.target)
             fields = {"run_id": self.run_id} if self.run_id else {}
-            self._summary = RunSummary.model_validate(channel.call("run.status", lines=0, **fields))
+            kept = [self._channel] if self._channel else []
+            answer = reconnecting(
+                self.fleet,
+                lambda: kept.pop() if kept else self.fleet.container(self.ref.target),
+                lambda channel: channel.call("run.status", lines=0, **fields),
+                self.notice,
+            )
+            self._summary = RunSummary.model_validate(answer)
         return self._summary
 
     def _may_mend(self, error: DflashctlError, down_s: float) -> bool:

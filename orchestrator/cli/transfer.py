@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from orchestrator import release as releases
 from orchestrator import snapshot, transfer
 from orchestrator.audit import audited
+from orchestrator.channel import AgentChannel
 from orchestrator.cli import output
 from orchestrator.cli.options import (
     CtOption,
@@ -26,6 +28,7 @@ from orchestrator.errors import DflashctlError
 from orchestrator.fanout import each
 from orchestrator.fleet import Fleet
 from orchestrator.laptop_path import laptop_path, working_folder
+from orchestrator.reconnect import reconnecting
 from orchestrator.release import Release
 from orchestrator.run import RunRef
 from orchestrator.target import Target
@@ -130,15 +133,18 @@ def pull(
     """
     with open_session(inventory) as session:
         ref = session.one_run(runs, host, ct)
-        channel = session.fleet.container(ref.target)
-        run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
-        source, wanted = {"run_id": run_id}, transfer.Wanted(every=True)
-        if path and path.startswith("/"):
-            source = {"path": path}
-        elif path:
-            source["path"] = path
-        elif not everything:
-            wanted = transfer.newest_and_best(channel, run_id)
+
+        def look(channel: AgentChannel) -> tuple[str, dict[str, str], transfer.Wanted]:
+            run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
+            if path and path.startswith("/"):
+                return run_id, {"path": path}, transfer.Wanted(every=True)
+            if path or everything:
+                below = {"path": path} if path else {}
+                return run_id, {"run_id": run_id, **below}, transfer.Wanted(every=True)
+            return run_id, {"run_id": run_id}, transfer.newest_and_best(channel, run_id)
+
+        channels = partial(session.fleet.container, ref.target)
+        run_id, source, wanted = reconnecting(session.fleet, channels, look, output.notice)
         meter = output.Meter("pulling")
         try:
             pulled = transfer.pull(
