@@ -22,6 +22,9 @@ from orchestrator.agent.serve import Request
 
 THREADS = 400
 """More threads of one process than this are not listed: they wait in a pool."""
+IN_ALL = 2 << 20
+"""Characters of all processes together: an answer has 8 MiB, and JSON may need three bytes for
+one. Ranks with their loader workers can be hundreds of processes."""
 
 
 def stacks(request: Request) -> dict[str, Any]:
@@ -58,10 +61,11 @@ def _from_host(request: Request) -> dict[str, Any]:
 def _look(pids: list[int], spy: str | None, limit: float) -> list[dict[str, Any]]:
     looks = {str(pid): partial(_dump, pid, spy, limit) for pid in pids}
     found: list[dict[str, Any]] = []
+    room = IN_ALL // max(1, len(pids))
 
     def tell(name: str, look: Look) -> None:
         pid = int(name)
-        text = look.value if look.ok else _kernel_side(pid)
+        text = (look.value if look.ok else _kernel_side(pid))[:room]
         one = {"pid": _inner_pid(pid), "command": process.command(pid)[:300], "text": text}
         rank = _rank(pid)
         one |= {} if rank is None else {"rank": rank}
