@@ -19,11 +19,12 @@ from orchestrator.agent import execute, host
 from orchestrator.agent.protocol import RELAY_WINDOW, AgentError
 from orchestrator.agent.serve import Request
 
-AT_ONCE = max(4, min(os.cpu_count() or 4, 16))
-"""Commands that start at a time. A `pct` computes for 0.5 to 0.97 s: more than there are cores only
-make each other late, and take the host's memory."""
-PATIENCE_S = 3.0
-"""What has said nothing for this long (in a frozen container) keeps no other from starting."""
+AT_ONCE = max(8, min(os.cpu_count() or 8, 16))
+"""Commands that start at a time. A `pct` computes for 0.5 to 0.97 s: many more than there are cores
+only make each other late, and take the host's memory. Four on two cores, beside other work on them,
+were done later than eight."""
+PATIENCE_S = 5.0
+"""What has said nothing for this long keeps no other from starting: eight on two cores take 4 s."""
 FRESH_S = 2.0
 """For that each process of the host is asked for its control group."""
 LEAVE_S = 10.0

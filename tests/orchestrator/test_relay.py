@@ -39,6 +39,7 @@ class Host:
         self.sent = 0
         self.channel = self.open(self, "host", None)
         self.relays: list[AgentChannel] = []
+        self.links: list[RelayLink] = []
 
     def open(self, link: channel.Link, name: str, ct: int | None) -> AgentChannel:
         return AgentChannel(
@@ -53,6 +54,7 @@ class Host:
 
     def relay(self, argv: list[str] | None = None, ct: int = 200) -> AgentChannel:
         link = RelayLink(self.channel, ct, argv or AGENT, agent_bundle.bundle().data)
+        self.links.append(link)
         self.relays.append(self.open(link, str(ct), ct))
         return self.relays[-1]
 
@@ -198,6 +200,7 @@ def test_a_container_that_reads_nothing_holds_up_no_other(host: Host) -> None:
 
 def test_what_hangs_at_its_start_keeps_no_other_from_starting(host: Host) -> None:
     frozen = [host.relay(["sleep", "60"], ct=300 + n) for n in range(relaying.AT_ONCE)]
+    until(lambda: not any(link.waiting for link in host.links))
     assert host.relay(ct=200).call("ping")
     assert not any(way.is_over for way in frozen)
 
