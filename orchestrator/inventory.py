@@ -152,7 +152,10 @@ def load(source: Path | None, laptop: LaptopPaths) -> Inventory:
     elif source.is_dir():
         files = _yaml_files(source)
         if not files:
-            raise InventoryError(f"inventory folder {source} holds no .yaml file")
+            raise InventoryError(
+                f"inventory folder {source} holds no .yaml file",
+                next_step="name another, or write one: dflashctl init",
+            )
     else:
         files = [source]
     merged: dict[str, Any] = {}
@@ -192,12 +195,20 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
             next_step="give --inventory FILE, or --host H --ct N without one",
         ) from None
     except OSError as error:
-        raise InventoryError(f"inventory {path} cannot be read: {error.strerror}") from None
+        raise InventoryError(
+            f"inventory {path} cannot be read: {error.strerror}",
+            next_step=f"make it readable: ls -l {path}",
+        ) from None
     except UnicodeDecodeError as error:
-        raise InventoryError(f"inventory {path} is not UTF-8 text (byte {error.start})") from None
+        raise InventoryError(
+            f"inventory {path} is not UTF-8 text (byte {error.start})",
+            next_step="save it as UTF-8",
+        ) from None
     except YamlFault as fault:
         place = f"{path}:{fault.line}" if fault.line else str(path)
-        raise InventoryError(f"inventory {place}: {fault.problem}") from None
+        raise InventoryError(
+            f"inventory {place}: {fault.problem}", next_step="correct that line"
+        ) from None
     if data is None:
         return {}, {}
     if not isinstance(data, dict):
@@ -246,10 +257,14 @@ def _check_references(inventory: Inventory, lines: Lines) -> None:
         if container.host not in inventory.hosts:
             raise InventoryError(
                 f"{where}: container {name!r} is on host {container.host!r}, "
-                f"which is not under hosts{nearest(container.host, inventory.hosts)}"
+                f"which is not under hosts{nearest(container.host, inventory.hosts)}",
+                next_step=f"write it there: hosts: {{{container.host}: {{address: NAME}}}}",
             )
         if name in groups:
-            raise InventoryError(f"{where}: {name!r} is both a container and a group")
+            raise InventoryError(
+                f"{where}: {name!r} is both a container and a group",
+                next_step="give one of them another name",
+            )
 
 
 # pydantic speaks of Python's types.
@@ -276,7 +291,10 @@ def _explain(error: ValidationError, lines: Lines) -> InventoryError:
         said = _OF_YAML.get(first["type"]) or first["msg"].removeprefix("Value error, ")
         what = f"{label}: {said}"
     more = error.error_count() - 1
-    return InventoryError(f"{place}: {what}{f' ({more} more)' if more else ''}")
+    return InventoryError(
+        f"{place}: {what}{f' ({more} more)' if more else ''}",
+        next_step="correct it there; `dflashctl inventory list` reads it again",
+    )
 
 
 def _keys_at(where: Where) -> list[str]:

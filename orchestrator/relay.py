@@ -98,7 +98,7 @@ class RelayLink:
     def close(self) -> None:
         if self._open.acquire(blocking=False):
             self._request.cancel()
-            self._request.fail(ConnectionLost("the channel was closed"))
+            self._request.fail(ConnectionLost("the channel was closed", next_step="try again"))
             self._errors.put(b"")
             self._on_close()
 

@@ -250,7 +250,10 @@ def _read(entry: Entry) -> Iterator[bytes]:
                 yield piece
             grew = bool(stream.read(1))
     except OSError as error:
-        raise TransferError(f"{entry.source} cannot be read: {error.strerror}") from None
+        raise TransferError(
+            f"{entry.source} cannot be read: {error.strerror}",
+            next_step="make it readable, or leave it out (.dflashignore), and push again",
+        ) from None
     if left or grew:
         raise TransferError(
             f"{entry.source} changed while it was being pushed",

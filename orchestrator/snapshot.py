@@ -127,7 +127,10 @@ def _found(root: Path, name: str) -> Found | None:
         # In git's index but removed from the work tree.
         return None
     except OSError as error:
-        raise UsageError(f"{source} cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"{source} cannot be read: {error.strerror}",
+            next_step=f"make it readable, or leave it out: write it into {IGNORE_FILE}",
+        ) from None
     if stat.S_ISLNK(info.st_mode):
         _short(os.fsdecode(source.readlink()), f"the target of {name}")
     for kind, test in (("f", stat.S_ISREG), ("l", stat.S_ISLNK), ("d", stat.S_ISDIR)):
@@ -228,7 +231,10 @@ def _walk(root: Path, prefix: str, rules: Rules) -> Iterator[str]:
         children = sorted(os.scandir(folder), key=lambda child: child.name)
     except OSError as error:
         _short(prefix)
-        raise UsageError(f"{folder} cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"{folder} cannot be read: {error.strerror}",
+            next_step="make it readable, or leave it out: write it into .gitignore",
+        ) from None
     if prefix and not children:
         yield prefix
     for child in children:
@@ -258,10 +264,14 @@ def _spec(path: Path) -> GitIgnoreSpec | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
+        raise UsageError(
+            f"{path} cannot be read: {error}", next_step="make it readable text in UTF-8"
+        ) from None
     from pathspec import GitIgnoreSpec
 
     try:
         return GitIgnoreSpec.from_lines(lines)
     except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise UsageError(
+            f"{path}: {error}", next_step="write its lines as in a .gitignore"
+        ) from None

@@ -104,7 +104,10 @@ def write(files: dict[Path, str]) -> list[Written]:
             done.append(Written(path, made=False))
             continue
         except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+            raise UsageError(
+                f"{path} cannot be written: {error.strerror}",
+                next_step="name another folder: dflashctl init FOLDER",
+            ) from None
         if path.name == START_SCRIPT:
             path.chmod(0o755)
         done.append(Written(path, made=True))

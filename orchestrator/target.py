@@ -97,7 +97,10 @@ def resolve_host(inventory: Inventory, text: str) -> HostTarget:
             port=int(match["port"]) if match["port"] else None,
         )
     except ValidationError as error:
-        raise UsageError(f"{text!r} is not a host: {error.errors()[0]['msg']}") from None
+        raise UsageError(
+            f"{text!r} is not a host: {error.errors()[0]['msg']}",
+            next_step="give it as to ssh: NAME, USER@NAME or USER@NAME:PORT",
+        ) from None
     return HostTarget(name=text, settings=settings)
 
 
@@ -130,7 +133,11 @@ def _at(inventory: Inventory, host: HostTarget, ct: int) -> Target:
         if container.host == host.name and container.ct == ct:
             return _from_inventory(inventory, name)
     if not 1 <= ct <= 999_999_999:
-        raise UsageError(f"--ct {ct} is not a container number", host=host.name)
+        raise UsageError(
+            f"--ct {ct} is not a container number",
+            next_step="give the number that `pct list` on the host shows",
+            host=host.name,
+        )
     return Target(name=f"{host.name}/{ct}", host=host, ct=ct, settings=inventory.defaults)
 
 

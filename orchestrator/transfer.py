@@ -120,7 +120,10 @@ def place(destination: Path, path: str) -> Path:
     for folder in folders:
         here = here / folder
         if here.is_symlink():
-            raise TransferError(f"{here} is a link: nothing is written through it")
+            raise TransferError(
+                f"{here} is a link: nothing is written through it",
+                next_step="remove it, or give another folder: --to FOLDER",
+            )
         here.mkdir(exist_ok=True)
     return here / name
 
@@ -286,7 +289,10 @@ def _part(destination: Path, entry: Listed) -> Path:
     """Its name holds which state of which file it is part of: another state starts afresh."""
     folder = destination / PARTS
     if folder.is_symlink():
-        raise TransferError(f"{folder} is a link: nothing is written through it")
+        raise TransferError(
+            f"{folder} is a link: nothing is written through it",
+            next_step="remove it, or give another folder: --to FOLDER",
+        )
     folder.mkdir(exist_ok=True)
     name = hashlib.sha256(os.fsencode(entry.path)).hexdigest()[:32]
     return folder / f"{name}-{entry.size}-{entry.mtime_ns}"

@@ -43,7 +43,11 @@ def report(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(record), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", run_id=run_id) from None
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}",
+            next_step="name another file: -o FILE",
+            run_id=run_id,
+        ) from None
     if as_json:
         place = {key: record.summary[key] for key in ("run_id", "host", "ct", "state")}
         output.emit({**place, "file": str(path), "steps": len(record.steps)})

@@ -118,7 +118,13 @@ def read_lock(path: Path) -> Environment:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        raise NotFoundError(f"there is no lock file {path}") from None
+        raise NotFoundError(
+            f"there is no lock file {path}",
+            next_step=f"write one: dflashctl env freeze TARGET -o {path}",
+        ) from None
     except OSError as error:
-        raise UsageError(f"lock file {path} cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"lock file {path} cannot be read: {error.strerror}",
+            next_step=f"make it readable: ls -l {path}",
+        ) from None
     return parse(text, str(path))

@@ -31,6 +31,7 @@ from orchestrator.playbook.variables import NAME, Value, bind, references, subst
 SECTIONS = ("description", "variables", "steps")
 PACKAGED = Path(__file__).parents[1] / "_playbooks"
 """Where the wheel carries them."""
+A_STEP = "a step is one action with its parameters, such as `- launch: {config: train.yaml}`"
 CHECKOUT = Path(__file__).parents[2] / "playbooks"
 
 
@@ -79,7 +80,10 @@ class Playbook:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             said = first["msg"].removeprefix("Value error, ")
-            raise UsageError(f"{self.source}, step {step.name}: {where}: {said}") from None
+            raise UsageError(
+                f"{self.source}, step {step.name}: {where}: {said}",
+                next_step="correct it there, or give another value by --set NAME=VALUE",
+            ) from None
         return BoundStep(step.name, action)
 
 
@@ -91,7 +95,9 @@ def find(name: str, user_folder: Path) -> Path:
     path = Path(name)
     if path.suffix in {".yaml", ".yml"} or "/" in name:
         if not path.is_file():
-            raise NotFoundError(f"there is no playbook file {name}")
+            raise NotFoundError(
+                f"there is no playbook file {name}", next_step="give the path of a YAML file"
+            )
         return path
     known = available(user_folder)
     if name not in known:
@@ -119,9 +125,15 @@ def load(path: Path, source: str | None = None) -> Playbook:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"playbook {path} cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"playbook {path} cannot be read: {error.strerror}",
+            next_step=f"make it readable: ls -l {path}",
+        ) from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"playbook {path} is not UTF-8 text (byte {error.start})") from None
+        raise UsageError(
+            f"playbook {path} is not UTF-8 text (byte {error.start})",
+            next_step="save it as UTF-8",
+        ) from None
     return parse(text, source or str(path))
 
 
@@ -144,7 +156,10 @@ def parse(text: str, source: str) -> Playbook:
         )
     for key in tree:
         if key not in SECTIONS:
-            raise UsageError(f"{source}: unknown key {key!r}{nearest(str(key), SECTIONS)}")
+            raise UsageError(
+                f"{source}: unknown key {key!r}{nearest(str(key), SECTIONS)}",
+                next_step=f"a playbook has the keys {', '.join(SECTIONS)}",
+            )
     variables = _variables(tree.get("variables") or {}, source)
     steps = _steps(tree.get("steps"), source)
     for step in steps:
@@ -160,23 +175,30 @@ def parse(text: str, source: str) -> Playbook:
 
 def _variables(tree: Any, source: str) -> dict[str, Value]:
     if not isinstance(tree, dict):
-        raise UsageError(f"{source}: variables is not a mapping of name to default")
+        raise UsageError(
+            f"{source}: variables is not a mapping of name to default",
+            next_step="write it as `variables: {config: train.yaml}`",
+        )
     for name, value in tree.items():
         if not isinstance(name, str) or not NAME.match(name):
-            raise UsageError(f"{source}: {name!r} is no name for a variable")
+            raise UsageError(
+                f"{source}: {name!r} is no name for a variable",
+                next_step="use letters, digits and underscores, no digit first",
+            )
         plain = value is None or isinstance(value, str | int | float | bool)
         texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if not plain and not texts:
             raise UsageError(
                 f"{source}: the default of {name} is neither text, number, true or false, "
-                "nor a list of texts"
+                "nor a list of texts",
+                next_step="give it such a default; null makes it one that must be set",
             )
     return dict(tree)
 
 
 def _steps(tree: Any, source: str) -> tuple[Step, ...]:
     if not isinstance(tree, list) or not tree:
-        raise UsageError(f"{source}: steps is not a list of steps")
+        raise UsageError(f"{source}: steps is not a list of steps", next_step=A_STEP)
     steps: list[Step] = []
     seen: Counter[str] = Counter()
     for number, item in enumerate(tree, 1):
@@ -186,30 +208,48 @@ def _steps(tree: Any, source: str) -> tuple[Step, ...]:
         steps.append(Step(name or default, action, parameters))
     twice = [name for name, count in Counter(s.name for s in steps).items() if count > 1]
     if twice:
-        raise UsageError(f"{source}: two steps are named {twice[0]!r}")
+        raise UsageError(
+            f"{source}: two steps are named {twice[0]!r}", next_step="give one another `name`"
+        )
     return tuple(steps)
+
+
+def _known(action: str) -> str:
+    return ", ".join(ACTIONS[action].model_fields)
 
 
 def _one(item: Any, where: str) -> tuple[str, dict[str, Any], str | None]:
     if isinstance(item, str):
         item = {item: None}
     if not isinstance(item, dict):
-        raise UsageError(f"{where} is not a mapping with one action")
+        raise UsageError(f"{where} is not a mapping with one action", next_step=A_STEP)
     name = item.get("name")
     if name is not None and (not isinstance(name, str) or not name or name.isdecimal()):
-        raise UsageError(f"{where}: {name!r} is no name for a step")
+        raise UsageError(
+            f"{where}: {name!r} is no name for a step",
+            next_step="use a text that is no number, such as `name: first-steps`",
+        )
     keys = [str(key) for key in item if key != "name"]
     for key in keys:
         if key not in ACTIONS:
-            raise UsageError(f"{where}: unknown action {key!r}{nearest(key, ACTIONS)}")
+            raise UsageError(
+                f"{where}: unknown action {key!r}{nearest(key, ACTIONS)}",
+                next_step=f"the actions: {', '.join(ACTIONS)}",
+            )
     if len(keys) != 1:
-        raise UsageError(f"{where} has {len(keys)} actions; a step has one")
+        raise UsageError(f"{where} has {len(keys)} actions; a step has one", next_step=A_STEP)
     parameters = item[keys[0]] or {}
     if not isinstance(parameters, dict):
-        raise UsageError(f"{where}: {keys[0]} takes a mapping of parameters")
+        raise UsageError(
+            f"{where}: {keys[0]} takes a mapping of parameters",
+            next_step=f"its parameters: {_known(keys[0])}",
+        )
     known = ACTIONS[keys[0]].model_fields
     for key in parameters:
         if key not in known:
             hint = nearest(str(key), known)
-            raise UsageError(f"{where}: {keys[0]} has no parameter {key!r}{hint}")
+            raise UsageError(
+                f"{where}: {keys[0]} has no parameter {key!r}{hint}",
+                next_step=f"its parameters: {_known(keys[0])}",
+            )
     return keys[0], parameters, name

@@ -67,7 +67,10 @@ def bind(defaults: Mapping[str, Value], settings: Sequence[str], source: str) ->
                 f"--set {setting!r} has no value", next_step=f"write --set {name}=VALUE"
             )
         if name not in defaults:
-            raise UsageError(f"{source} has no variable {name!r}{nearest(name, defaults)}")
+            raise UsageError(
+                f"{source} has no variable {name!r}{nearest(name, defaults)}",
+                next_step=f"its variables: {', '.join(defaults) or 'none'}",
+            )
         values[name] = _parse(name, text, defaults[name])
     missing = [name for name, value in values.items() if value is None]
     if missing:
