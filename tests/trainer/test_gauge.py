@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trainer.pipeline.gauge import Gauge, Usage  # noqa: E402
+from trainer.pipeline.gauge import Gauge, Usage
 
 pytestmark = pytest.mark.torch
 
