@@ -83,11 +83,6 @@ def kind_of(error: BaseException) -> str | None:
     return cause.kind if isinstance(cause, AgentError) else None
 
 
-def detail_of(error: BaseException) -> dict[str, Any]:
-    cause = error.__cause__
-    return dict(cause.detail) if isinstance(cause, AgentError) else {}
-
-
 def _trace(detail: dict[str, Any]) -> str:
     lines = str(detail.get("traceback") or "").strip().splitlines()
     return "".join(f"\n    {line}" for line in lines[-12:])

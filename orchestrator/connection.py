@@ -65,10 +65,6 @@ class HostConnection:
     ) -> None:
         self.close()
 
-    @property
-    def is_open(self) -> bool:
-        return self._connection is not None and bool(self._connection.is_connected)
-
     def open(self) -> Connection:
         """The open connection, made by whoever comes first.
 

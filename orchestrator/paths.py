@@ -146,7 +146,7 @@ class LaptopPaths:
         self.config = base("XDG_CONFIG_HOME", ".config") / FOLDER
         """What you write."""
         self.state = base("XDG_STATE_HOME", ".local/state") / FOLDER
-        """Mode 0700, files 0600: the newest run, cursors."""
+        """Mode 0700, files 0600: which runs were launched from here."""
         self.cache = base("XDG_CACHE_HOME", ".cache") / FOLDER
         """May be removed at any time."""
         chosen = variables.get("DFLASHCTL_INVENTORY", "")
@@ -168,7 +168,3 @@ class LaptopPaths:
     def run(self, run_id: str) -> Path:
         """What is remembered of one run (its target)."""
         return self.runs / f"{run_id}.json"
-
-    def cursor(self, run_id: str) -> Path:
-        """How far its log was read."""
-        return self.state / "cursors" / f"{run_id}.json"

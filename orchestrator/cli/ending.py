@@ -25,19 +25,6 @@ LOG = RunPaths("").log
 METRICS = RunPaths("").metrics
 
 
-def follow_run(
-    session: Session,
-    ref: RunRef,
-    *,
-    start: Start,
-    follow: bool = True,
-    show: bool = True,
-    as_json: bool = False,
-) -> int:
-    """Follow one run; returns the exit code that its end means (0 while it still runs)."""
-    return follow_runs(session, [ref], start=start, follow=follow, show=show, as_json=as_json)
-
-
 def follow_runs(
     session: Session,
     refs: Sequence[RunRef],

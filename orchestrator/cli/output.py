@@ -157,6 +157,7 @@ class Meter:
     def close(self) -> None:
         if self._live and self._shown:
             print(CLEAR, end="", file=sys.stderr, flush=True)
+        self._shown = 0.0
 
 
 def size(count: float) -> str:

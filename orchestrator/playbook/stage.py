@@ -7,13 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator import release as releases
-from orchestrator import snapshot
+from orchestrator import orders
 from orchestrator.audit import audited
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import UsageError
 from orchestrator.fleet import Fleet
-from orchestrator.laptop_path import laptop_path, working_folder
+from orchestrator.laptop_path import laptop_path
 from orchestrator.paths import LaptopPaths
 from orchestrator.release import Release
 from orchestrator.run import RunRef
@@ -49,11 +47,7 @@ class Stage:
         return audited(self.fleet, target, action, self.notice, **facts)
 
     def release(self, code: str | None, config: str | None) -> Release:
-        root = snapshot.find_root(laptop_path(code) if code else None, working_folder())
-        path = laptop_path(config) if config else None
-        if path is not None and not path.is_file():
-            raise UsageError(f"config {config}: no such file", next_step="--set config=FILE")
-        return releases.build(root, self.laptop, path)
+        return orders.take_code(self.laptop, laptop_path(code) if code else None, config)
 
     def runs(self, run: str | None) -> list[RunRef]:
         """The run named, else those of this play, else the newest of the targets."""

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from orchestrator import launch as launching
-from orchestrator import nodes, transfer
+from orchestrator import orders, transfer
 from orchestrator import release as releases
 from orchestrator.alarm import DROP
 from orchestrator.errors import NotFoundError, RunFailed
 from orchestrator.laptop_path import laptop_path
-from orchestrator.launch import Order, Started
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
 from orchestrator.playbook.stage import Stage, counted, place
-from orchestrator.release import Release
-from orchestrator.run import RunRef, new_run_id
-from orchestrator.target import Target
+from orchestrator.run import RunRef
 from orchestrator.watch import Report, Watch
 from trainer.telemetry import duration
 
@@ -85,60 +80,30 @@ def _command(
 
 
 def launch(stage: Stage, action: actions.Launch) -> Done:
-    launching.check_log_link(action.log)
-    secrets = {}
-    if action.env_file:
-        secrets = launching.read_environment_file(laptop_path(action.env_file))
-    environment = dict(action.env)
+    variables = dict(action.env)
     if action.resume:
-        environment[RESUME_VARIABLE] = _checkpoint(stage, action.run)
+        variables[RESUME_VARIABLE] = _checkpoint(stage, action.run)
     code = action.code if action.code is not None else stage.code
     release = stage.release(code, action.config) if action.push else None
-    inside = action.config
-    if action.config and release:
-        inside = releases.config_path(laptop_path(action.config), release.root)
-    run_id = new_run_id(action.name)
-    orders = [
-        Order(
-            run_id=run_id,
-            name=action.name or "run",
-            command=launching.command_for(
-                target,
-                action.command or (),
-                inside,
-                release is not None and release.has(launching.START_SCRIPT),
-                str(release.root.path) if release else None,
-            ),
-            config=inside,
-            environment=environment,
-            secrets=secrets,
-            log_link=action.log,
-            force=action.force,
-            restarts=action.restarts,
-            predecessor=_predecessor(stage, target),
-        )
-        for target in stage.targets
-    ]
-    stage.refs = [RunRef(s.target, s.run_id) for s in _start(stage, orders, release, action.ranks)]
-    ids = [ref.run_id for ref in stage.refs]
-    return Done(" ".join(map(str, ids)), {"run_ids": ids})
-
-
-def _start(
-    stage: Stage, orders: Sequence[Order], release: Release | None, ranks: int | None
-) -> list[Started]:
-    """One container: a run. Several: one run, a node each."""
-    if len(stage.targets) == 1:
-        target, order = stage.targets[0], orders[0]
-        with stage.audited(target, "launch", run_id=order.run_id):
-            return [launching.launch(stage.fleet, target, order, release, notice=stage.notice)]
-    with ExitStack() as lines:
-        for rank, (target, order) in enumerate(zip(stage.targets, orders, strict=True)):
-            run_id = nodes.node_id(order.run_id, rank)
-            lines.enter_context(stage.audited(target, "launch", run_id=run_id))
-        return nodes.launch(
-            stage.fleet, stage.targets, orders, release, notice=stage.notice, ranks=ranks
-        )
+    wanted = orders.make(
+        stage.fleet.state,
+        stage.targets,
+        release,
+        words=action.command or (),
+        config=action.config,
+        name=action.name,
+        variables=variables,
+        env_file=laptop_path(action.env_file) if action.env_file else None,
+        log=action.log,
+        force=action.force,
+        restarts=action.restarts,
+    )
+    started = orders.start(
+        stage.fleet, stage.targets, wanted, release, notice=stage.notice, ranks=action.ranks
+    )
+    stage.refs = [RunRef(one.target, one.run_id) for one in started]
+    ids = [one.run_id for one in started]
+    return Done(" ".join(ids), {"run_ids": ids})
 
 
 def _checkpoint(stage: Stage, run: str | None) -> str:
@@ -155,11 +120,6 @@ def _checkpoint(stage: Stage, run: str | None) -> str:
             **place(ref),
         )
     return str(found["path"])
-
-
-def _predecessor(stage: Stage, target: Target) -> str | None:
-    newest = stage.fleet.state.newest()
-    return newest.run_id if newest and newest.target.name == target.name else None
 
 
 def wait(stage: Stage, action: actions.Wait) -> Done:
