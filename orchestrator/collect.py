@@ -25,7 +25,7 @@ from orchestrator.paths import ContainerPaths, RunPaths
 from orchestrator.pct import SaidBy, frozen
 from orchestrator.request import Request
 from orchestrator.run import RunRef, RunSummary
-from orchestrator.watch import SEED_LINES, read_metrics
+from orchestrator.watch import last_that_trained
 
 # Some 20 MB at the usual 100 bytes a line: a second on a fast link, and the cause is near the end.
 LINES = 200_000
@@ -39,8 +39,6 @@ HOST_LIMIT_S = 3.0
 # Of use only where something has failed.
 AFTERWARDS = frozenset({"pip_check"})
 STACKS_LIMIT_S = 10.0
-EARLIER_RUNS = 5
-"""So far back a run is looked for that the present one can be compared with."""
 
 
 @dataclass
@@ -220,36 +218,18 @@ def _compare(
 ) -> Environment | None:
     """The last run before this one that trained: its best rate, and what differs from it. Returns
     its environment."""
-    measured = _last_that_trained(channel, before)
+    measured = last_that_trained(channel, before)
     if measured is None:
         return None
-    earlier, best = measured
-    run_id = str(earlier["run_id"])
-    found.probes["predecessor"] = {"run": run_id, "tok_s": best}
+    run_id, steps = measured
+    earlier = channel.request("run.status", run_id=run_id, lines=0).result()
+    found.probes["predecessor"] = {"run": run_id, "tok_s": best_of(steps)}
     asked = [_ask_past(channel, ref, one) for one in (earlier, answer)]
     past, present = (one() for one in asked)
     lines = changes(past, present)
     nothing = "nothing in code, command, config, data, GPUs or environment"
     found.probes["changes"] = "\n".join([f"since {run_id}:", *(lines or [nothing])])
     return past.environment
-
-
-def _last_that_trained(channel: AgentChannel, run_id: str) -> tuple[dict[str, Any], float] | None:
-    """``run.status`` and best rate. Attempts that died at once often lie between two real runs."""
-    for _ in range(EARLIER_RUNS):
-        try:
-            status = channel.request("run.status", run_id=run_id, lines=0)
-            best = best_of(read_metrics(channel, run_id, SEED_LINES))
-            earlier = status.result()
-        except DflashctlError:
-            # Removed since, or of another container.
-            return None
-        if best is not None:
-            return earlier, best
-        if not earlier.get("predecessor"):
-            return None
-        run_id = str(earlier["predecessor"])
-    return None
 
 
 def _ask_past(channel: AgentChannel, ref: RunRef, answer: dict[str, Any]) -> Callable[[], Past]:

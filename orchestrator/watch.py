@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.alarm import Notice, Throughput, Watched
+from orchestrator.alarm import Notice, Throughput, Watched, best_of
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet
@@ -21,6 +21,8 @@ EVERY_S = 10.0
 BACKOFF_S = (2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
 # Enough for `alarm.RECENT` medians; a line has some 400 bytes.
 SEED_LINES = 400
+EARLIER_RUNS = 5
+"""So far back a run is looked for that the present one can be compared with."""
 
 
 @dataclass
@@ -182,11 +184,26 @@ class Watch:
     ) -> tuple[list[StepLine], list[StepLine]]:
         before = (summary.model_extra or {}).get("predecessor")
         own = read_metrics(channel, summary.run_id, SEED_LINES)
+        found = last_that_trained(channel, str(before)) if before else None
+        return own, found[1] if found else []
+
+
+def last_that_trained(channel: AgentChannel, run_id: str) -> tuple[str, list[StepLine]] | None:
+    """This run or the nearest before it that has a rate to compare with, and its last step lines.
+    Attempts that died at once often lie between two real runs."""
+    for _ in range(EARLIER_RUNS):
         try:
-            return own, read_metrics(channel, before, SEED_LINES) if before else []
+            lines = read_metrics(channel, run_id, SEED_LINES)
+            if best_of(lines) is not None:
+                return run_id, lines
+            before = channel.call("run.status", run_id=run_id, lines=0).get("predecessor")
         except DflashctlError:
             # Removed since, or of another container: nothing to compare with.
-            return own, []
+            return None
+        if not before:
+            return None
+        run_id = str(before)
+    return None
 
 
 def read_metrics(channel: AgentChannel, run_id: str, lines: int | None) -> list[StepLine]:
