@@ -55,6 +55,32 @@ def test_one_console_script_is_installed(wheel: zipfile.ZipFile) -> None:
     assert "dflashctl = orchestrator.cli:main" in wheel.read(name).decode()
 
 
+def test_the_program_in_it_finds_its_playbooks_and_its_commit(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """Unpacked, far from the checkout, beside the libraries of these tests."""
+    wheel.extractall(tmp_path / "unpacked")
+
+    def said(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", *words],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+            | {"PYTHONPATH": str(tmp_path / "unpacked")},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    commit = wheel.read("orchestrator/_commit.txt").decode().strip()
+    assert f"({commit})" in said("--version")
+    assert "Usage: dflashctl" in said("--help")
+    assert said("play").startswith("bring-up ")
+    assert "wrote" in said("init", "--host", "root@10.1.2.6", "--ct", "200")
+    assert "lab" in said("lab", "--help")
+
+
 def test_it_knows_its_commit_and_so_does_one_that_is_built_from_the_sdist(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:

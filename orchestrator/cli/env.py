@@ -31,7 +31,7 @@ from orchestrator.target import RUN_ID
 app = typer.Typer(
     help="The container's Python and CUDA environment as a lock file.", no_args_is_help=True
 )
-COLOURS = {"breaks": "31;1", "may matter": "33;1", "harmless": "2"}
+COLOURS = {"breaks": "31;1", "may matter": "33", "harmless": "2"}
 
 
 @app.command(cls=VerbCommand)

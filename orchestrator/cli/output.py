@@ -63,7 +63,10 @@ def redraws(stream: TextIO) -> bool:
 
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:
-    """Colour where it is wanted; ``stream`` is standard output unless given."""
+    """Colour where it is wanted; ``stream`` is standard output unless given.
+
+    Yellow is never bold: many terminals make that a bright one, which no white ground shows.
+    """
     return f"\x1b[{code}m{text}\x1b[0m" if wants_colour(stream or sys.stdout) else text
 
 

@@ -69,7 +69,7 @@ def watch(
                         output.emit(body)
                     else:
                         text = body["text"]
-                        shown = output.paint(text, "33;1") if notice.is_alarm else text
+                        shown = output.paint(text, "33") if notice.is_alarm else text
                         output.say(f"{time.strftime('%H:%M:%S')} {shown}")
                     if hook:
                         hook.send(body)

@@ -9,7 +9,7 @@ from orchestrator.diag.codes import CODES
 from orchestrator.diag.finding import Finding, Quote, Report
 from orchestrator.terminal_text import plain
 
-COLOURS = {"fatal": "31;1", "warning": "33;1", "info": "36"}
+COLOURS = {"fatal": "31;1", "warning": "33", "info": "36"}
 SHOWN = 4  # pieces of evidence of one finding; all of them are in the JSON
 
 
