@@ -166,8 +166,8 @@ class PipelineConfig(Section):
     """Feature slots per drafter."""
     cuda_graph: bool = False
     """On a GPU: a drafter's microbatch and update as one recorded graph each (``graphs.py``), for
-    drafters so small that launching kernels costs more than they do. Twice the memory of a
-    microbatch. On a CPU nothing is recorded."""
+    drafters so small that launching kernels costs more than they do. Takes the memory of one
+    feature slot more. On a CPU nothing is recorded."""
     recompile: Literal["warn", "fail"] = "warn"
     """What a recompile after the warm-up does."""
     stall_limit_s: float = Field(600.0, gt=0)
