@@ -39,7 +39,8 @@ def tail(
 ) -> None:
     """Follow a run's log across dropped links.
 
-    Ends with the run; exits 0 if it finished, 1 if it failed. Ctrl-C leaves the run alone.
+    Ends with the run; exits 0 if it finished, 1 if it failed. Ctrl-C leaves the run alone. Of the
+    log's control sequences only colours are shown, and only on a terminal; --json has them all.
     """
     if lines is not None and since is not None:
         raise UsageError("-n and --since were both given", next_step="leave out one of them")
