@@ -41,6 +41,7 @@ NOT_HERE = {
     r"^-?-?step +\d": NO_COMMAND,
     r"sglang|^vllm|^'\{|^--speculative|^dflash generate": SERVER,
     r"trainer export": "needs a trained checkpoint; tests/trainer/test_drafter_format.py exports",
+    r"^python -m trainer tra": "a program that compiles; tests/trainer/test_traced.py has one",
     r"^dflashctl attach": "takes the terminal; tests/lab/test_attach.py lends one",
     r"py-spy dump|kill -USR1": "needs a live trainer; tests/lab/test_diag_live.py has one",
     r"^ssh root@": "OpenSSH by hand; tests/lab/test_audit.py reads the file",
@@ -92,7 +93,7 @@ class Desk:
             "RUN_NOW": self.now,
             r"runs/RUN\b": f"runs/{self.now}",
             r"\bRUN\b": self.now,
-            r"big-n0-[0-9a-f-]+": self.now,
+            r"big-n[01]-[0-9a-f-]+": self.now,
             r"root@10\.1\.2\.6": "pve1",
             r"\bURL\b": "http://127.0.0.1:9/",
         }.items():
