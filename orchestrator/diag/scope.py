@@ -16,7 +16,7 @@ from orchestrator.diag.probes import Probe, Probes
 from orchestrator.diag.text import Line
 
 SYSTEM = re.compile(r"journal|syslog|messages|dmesg|kern|^auth_?log")
-_SHARED = re.compile(SYSTEM.pattern + r"|^(?:host_)?tasks$")
+_SHARED = re.compile(SYSTEM.pattern + r"|^(?:host_)?tasks$|^ps_host$")
 _DATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{6}[+-]\d\d:\d\d")
 CLOCKS_APART_S = 5
 """The laptop's stamp in a run's id against the host's clock."""
@@ -28,6 +28,7 @@ _CONTAINER = re.compile(
     r"|\bUPID:[^:]*:(?:[^:]*:)*?vz\w+:(\d{3,9}):"
     r"|\b(?:CT|VM|lxc-start|lxc-attach:|container) '?(\d{3,9})\b"
     r"|\bveth(\d{3,9})i\d+\b"
+    r"|\b(?:pct [a-z]+|vzdump|pct-\w+|lxc-\w+ -n) (\d{3,9})\b"
 )
 # One kill as the kernel tells it: who asked, which group, which process, that it was reaped.
 _ASKED = re.compile(r"invoked oom-killer")

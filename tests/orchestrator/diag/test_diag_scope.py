@@ -133,3 +133,15 @@ def test_without_a_number_every_line_counts() -> None:
     found = diagnose(Evidence.from_text(STEP, {"host_dmesg": oom("/lxc/207", 9912), **KILLED}))
 
     assert found.findings[0].code == "mem.oom_killed"
+
+
+def test_anothers_backup_holds_no_lock_of_ours() -> None:
+    lines = "811 vzdump 207 --mode snapshot (running for 9 min)"
+    locked = "dflashctl exec: pve1/200\nCT is locked (backup)\n"
+
+    both = report(locked, ps_host=f"{lines}\n812 vzdump 200 --mode stop (running for 2 min)")
+    other = report(locked, ps_host=lines)
+
+    assert both.findings[0].code == other.findings[0].code == "ct.locked"
+    assert "vzdump 200" in quoted(both)
+    assert "207" not in quoted(both) + quoted(other)
