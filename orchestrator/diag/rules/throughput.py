@@ -84,6 +84,8 @@ def collapse(e: Evidence) -> Iterator[Finding]:
 def _changes(e: Evidence) -> tuple[str, list[Line]]:
     """What differs from the run before: in a few words, and the lines."""
     for probe in e.probes.named(r"^changes$"):
+        if not probe.lines:
+            continue
         since, lines = probe.lines[0].text.rstrip(":"), list(probe.lines[1:])
         kinds = dict.fromkeys(li.text.partition(":")[0] for li in lines if ": " in li.text)
         if kinds:

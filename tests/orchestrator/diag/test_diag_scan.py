@@ -143,11 +143,18 @@ PIECES = st.sampled_from(
 )
 LOGS = st.lists(st.one_of(PIECES, st.text(max_size=40)), max_size=60).map("\n".join)
 PROBES = st.dictionaries(
-    st.sampled_from(["df", "ps", "now", "dmesg", "exit_record", "tmux", "boot_id", "py_spy", "x"]),
+    st.sampled_from(
+        [
+            *("df", "ps", "now", "dmesg", "exit_record", "tmux", "boot_id", "py_spy", "x", "ct"),
+            *("changes", "nccl_flight", "stacks_1", "events", "metrics", "host_dmesg", "env_drift"),
+            *("host_gpus", "run_gpus", "predecessor", "ps_host", "ls_dev"),
+        ]
+    ),
     st.one_of(
         st.none(),
         st.integers(),
         st.text(max_size=80),
+        st.lists(PIECES, max_size=6).map("\n".join),
         st.lists(st.text(max_size=9), max_size=3),
         st.dictionaries(
             st.sampled_from(["code", "signal", "now", "entries", "pipestatus"]),
