@@ -47,6 +47,8 @@ COLOURS = {
     "failed": "red",
     "unreachable": "yellow",
 }
+SHORT = {"unreachable": "no answer"}
+"""Where a column is too narrow for the word."""
 
 
 @dataclass
@@ -150,6 +152,8 @@ def _row(row: Row, widths: list[int], bars: str) -> Line:
         cells[7] = f"{row.gpu:.0f}%"
     start = widths[0] + widths[1] + 2
     style = COLOURS.get(cells[2], "dim")
+    if len(cells[2]) > widths[2]:
+        cells[2] = SHORT.get(cells[2], cells[2])
     slow = ((start + widths[2] + widths[3] + 2, start + sum(widths[2:6]) + 3, "yellow"),)
     styles = ((start, start + widths[2], style), *(slow if watched.throughput.is_slow else ()))
     return Line(_join([fit(c, w) for c, w in zip(cells, widths, strict=True)], widths), styles)

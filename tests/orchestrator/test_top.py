@@ -112,3 +112,11 @@ def test_columns_fill_the_width_and_never_more(width: int) -> None:
 def test_a_shortened_run_id_keeps_its_end() -> None:
     assert fit_run(RUN, 20).endswith("-ab12")
     assert len(fit_run(RUN, 20)) == 20
+
+
+def test_a_state_is_readable_at_80_columns() -> None:
+    watched = Watched()
+    watched.miss(HostUnreachable("pve9 does not answer", host="pve9", next_step=""))
+
+    assert "no answer" in texts([Row("pve9/300", watched)])[3]
+    assert "unreachable" in texts([Row("pve9/300", watched)], 120)[3]
