@@ -66,7 +66,7 @@ def test_live_runs_come_first_and_containers_without_runs_last() -> None:
 def test_a_container_that_does_not_answer_is_unreachable_not_idle() -> None:
     silent = Row("lab-201")
     silent.watched.miss(HostUnreachable("no route"))
-    assert texts([silent])[3].split() == ["-", "lab-201", "unreacha…"]
+    assert texts([silent])[3].split() == ["-", "lab-201", "no", "answer"]
 
 
 def test_without_runs_it_says_so() -> None:
