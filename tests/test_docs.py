@@ -4,17 +4,18 @@ command that a page shows exists with the options that it is given."""
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import generate
 import pytest
 import yaml
+from generator import fields, reading
+from generator.verbs import subparsers, trainer_parser
 
 from orchestrator import inventory
 from orchestrator.cli.app import VERBS, load
@@ -35,15 +36,6 @@ def label(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@cache
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def anchors(page: Path) -> set[str]:
     """The anchors of its headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -54,7 +46,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_references_are_what_the_code_says() -> None:
-    assert generator().stale() == [], "run: python docs/generate.py"
+    assert generate.stale() == [], "run: python docs/generate.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
@@ -81,16 +73,16 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     ],
 )
 def test_every_field_that_a_user_may_set_is_documented(path: str) -> None:
-    classes = generator().classes_of(path)
-    everywhere = {**classes, **generator().classes_of("trainer/objective.py")}
-    everywhere |= generator().classes_of("trainer/data/settings.py")
+    classes = reading.classes_of(path)
+    everywhere = {**classes, **reading.classes_of("trainer/objective.py")}
+    everywhere |= reading.classes_of("trainer/data/settings.py")
     models = {n: c for n, c in classes.items() if is_model(c, everywhere)}
     assert models
     silent = [
         f"{name}.{field}"
         for name, node in models.items()
-        for field, kind, _, _, text in generator().fields(node)
-        if not generator().meaning(kind, text, everywhere)
+        for field, kind, _, _, text in fields.fields(node)
+        if not fields.meaning(kind, text, everywhere)
     ]
     assert silent == []
 
@@ -196,7 +188,7 @@ def test_a_wrong_option_would_be_seen() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
 def test_every_command_of_the_trainer_parses(page: Path) -> None:
-    parsers = dict(generator().subparsers(generator().trainer_parser(), "trainer"))
+    parsers = dict(subparsers(trainer_parser(), "trainer"))
     for code in code_of(page.read_text(encoding="utf-8")):
         for found in re.finditer(
             r"-m trainer ((?:[a-z]+ ?)+)([^#|;]*)", re.sub(r"\s#\s.*", "", code)
