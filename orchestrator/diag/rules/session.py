@@ -274,7 +274,9 @@ def killed(e: Evidence) -> Iterator[Finding]:
     silent = not (at or own_end or e.errors) and e.outcome.alive is False and not e.outcome.ended
     if silent and e.outcome.last_step_line:
         at += [p.lines[0] for p in e.probes.named("ps|proc|alive") if p.lines]
-    if number == 6 and (e.failures or e.search(r"Watchdog|terminate called|NCCL error|Assertion")):
+    if number == 6 and (
+        e.failures or e.search(r"Watchdog|terminate called after|NCCL error|Assertion")
+    ):
         return  # an abort is somebody's answer to an error that was printed
     if at and number != 2:
         name = SIGNAL_NAMES.get(number or 0, "a signal nobody recorded")
