@@ -25,7 +25,7 @@ def list_containers(inventory: InventoryOption = None, as_json: JsonOption = Fal
             output.emit(known.model_dump(mode="json"))
             return
         table = output.Table(
-            ("CONTAINER", 20), ("HOST", 16), ("CT", 6), ("GPUS", 10), ("GROUPS", 20)
+            ("CONTAINER", 20), ("HOST", 14), ("CT", 6), ("GPUS", 16), ("GROUPS", 20)
         )
         for name, container in known.containers.items():
             gpus = ",".join(map(str, container.gpus))
