@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, pstdev
 
 from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding
@@ -130,6 +130,8 @@ def stuck(e: Evidence) -> Iterator[Finding]:
     )
     flat = end > 0.985 * start and abs(end - start) < 0.02 * max(abs(start), 1e-9)
     dead = _dead(points)
+    if flat and not dead and _falls(values, span, total):
+        return
     if flat and span >= 200 and ((early and start > 1.0) or dead):
         yield e.found(
             "loss.stuck",
@@ -145,6 +147,20 @@ def stuck(e: Evidence) -> Iterator[Finding]:
             confidence=0.82,
             lasting=True,
         )
+
+
+def _falls(values: Sequence[float], span: int, total: int | None) -> bool:
+    """Slowly but surely, as in a long warm-up: every quarter's mean below the one before by more
+    than the noise, and at this pace a twentieth of the whole by the run's end."""
+    quarter = len(values) // 4
+    if quarter < 4 or total is None:
+        return False
+    parts = [values[i * quarter : (i + 1) * quarter] for i in range(4)]
+    means = [fmean(part) for part in parts]
+    # Within a quarter the fall itself counts as noise: that errs on the side of the warning.
+    noise = max(pstdev(part) for part in parts) / math.sqrt(quarter)
+    surely = all(before - after > 2 * noise for before, after in pairwise(means))
+    return surely and (means[0] - means[-1]) / span * total > 0.05 * means[0]
 
 
 def _dead(points: Sequence[tuple[Step, float]]) -> bool:

@@ -255,3 +255,19 @@ def test_a_hang_without_pythons_stacks_says_how_to_get_them(stacks: str, told: b
     ).findings
 
     assert ("install py-spy" in finding.remedy) is told
+
+
+@pytest.mark.parametrize(
+    ("fall", "codes"),
+    [
+        (0.0003, []),  # a long warm-up: slow, but sure
+        (0.0, ["loss.stuck"]),
+        (0.00002, ["loss.stuck"]),  # it drifts, and will not have arrived at the end
+    ],
+)
+def test_a_loss_that_falls_slowly_but_surely_is_not_stuck(fall: float, codes: list[str]) -> None:
+    lines = metrics(
+        80, tokens_per_s=15_000.0, loss=lambda i: 9.0 - fall * 10 * i + 0.01 * ((i * 7) % 5 - 2)
+    )
+
+    assert roots(report(run_state="training", metrics="\n".join(lines))) == codes
