@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
-from orchestrator.diag.rules.shared import host_of
+from orchestrator.diag.rules.shared import answered, host_of
 from orchestrator.diag.text import Line
 
 WAY = r"ssh|connect|^pct|agent|tcp|ping|tail|exec"  # probes that tell of our own way in
@@ -121,7 +121,7 @@ def unreachable(e: Evidence) -> Iterator[Finding]:
         for h in e.search(r"Connection refused|No route to host|timed out", log=False)
         if h.line.source in ("probe:ssh", "probe:tcp_22", "probe:connect", "probe:ping")
     ]
-    if not hits or e.search(*AUTH, named=WAY) or e.search(*HOST_KEY, named=WAY):
+    if not hits or e.search(*AUTH, named=WAY) or e.search(*HOST_KEY, named=WAY) or answered(e):
         return
     host = host_of(hits) or "HOST"
     yield e.found(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.probes import Probe
-from orchestrator.diag.rules.shared import container_of
+from orchestrator.diag.rules.shared import answered, container_of
 from orchestrator.diag.text import Line
 
 MISSING = (
@@ -104,7 +104,7 @@ def frozen(e: Evidence) -> Iterator[Finding]:
     hits += [
         li for li, _ in e.probes.search(r"freezer\S*\s*[:=]?\s*FROZEN|status: (?:frozen|paused)")
     ]
-    if not hits:
+    if not hits and not answered(e):  # a log may quote such words
         said = e.search(
             r"\b(?:container|CT)\b.*\b(?:is|all|are)\b.*\bfrozen\b",
             r"^State:\s+(?:FROZEN|FREEZING)\s*$",  # lxc-info

@@ -54,6 +54,11 @@ def in_container(text: str) -> str:
     return match[1] if match else ""
 
 
+def answered(e: Evidence) -> bool:
+    """The container itself has just said that the run lives: it is reached, and not frozen."""
+    return e.outcome.state == "running" and bool(e.probes.named(r"^run_state$"))
+
+
 def path_in(text: str) -> str:
     """A file's path in an error message."""
     match = re.search(r"['\"`]((?:/|\./|\w+/)[^'\"`]+)['\"`]", text) or re.search(

@@ -271,3 +271,13 @@ def test_a_loss_that_falls_slowly_but_surely_is_not_stuck(fall: float, codes: li
     )
 
     assert roots(report(run_state="training", metrics="\n".join(lines))) == codes
+
+
+@pytest.mark.parametrize(
+    "last",
+    ["State: FROZEN", "client_loop: send disconnect: Broken pipe", "ssh: connect timed out"],
+)
+def test_a_run_whose_container_answers_is_reached_and_not_frozen(last: str) -> None:
+    log = "\n".join([*(f"step {i}/90 | loss {9 - i / 50} | 15.1k tok/s" for i in range(9)), last])
+
+    assert report(log, run_state="training").healthy
