@@ -183,6 +183,8 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
         "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
+        # A command may have nothing to say; that nothing was trained is still worth a word.
+        severity="warning" if e.outcome.state == "finished" else "fatal",
         confidence=0.9 if words or prompt else 0.7,
     )
 

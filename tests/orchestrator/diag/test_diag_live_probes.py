@@ -50,6 +50,17 @@ def test_the_storys_night_is_named_by_its_cause() -> None:
     assert {"compile.eager_fallback", "throughput.collapse"} <= effects
 
 
+@pytest.mark.parametrize(
+    ("code", "state", "severity"), [(0, "finished", "warning"), (1, "failed", "fatal")]
+)
+def test_a_run_that_ended_without_a_word_is_fatal_only_if_it_failed(
+    code: int, state: str, severity: str
+) -> None:
+    exit_record = {"code": code, "signal": None, "shell_code": code}
+    found = report(run_state=state, exit_record=exit_record, tmux="no server running")
+    assert [(f.code, f.severity) for f in found.findings] == [("run.not_started", severity)]
+
+
 def test_a_collapse_in_the_records_alone() -> None:
     rate = metrics(80, tokens_per_s=lambda i: 20_000.0 if i < 20 else 4_600.0)
 
