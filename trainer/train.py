@@ -47,7 +47,8 @@ def train(config: TrainConfig) -> int:
             event("finished", step=run.batches.steps)
         finally:
             opened.writer.close()
-        say(f"finished {run.batches.steps} steps")
+        if run.leads:
+            say(f"finished {run.batches.steps} steps")
         return 0
 
 

@@ -33,7 +33,8 @@ def pair(make_lab: object) -> Iterator[Lab]:
     yield lab
 
 
-def test_two_containers_train_one_drafter(pair: Lab, tmp_path: Path) -> None:
+def write_run(tmp_path: Path) -> tuple[Path, Path]:
+    """(home, the folder to push): a tiny target, chats, and ``nodes.yaml`` for the processes."""
     home, code = tmp_path / "home", tmp_path / "code"
     home.mkdir()
     code.mkdir()
@@ -48,17 +49,44 @@ def test_two_containers_train_one_drafter(pair: Lab, tmp_path: Path) -> None:
     )
     text = yaml.safe_dump(settings).replace(f"{code}/", "")
     (code / "nodes.yaml").write_text(text)
+    return home, code
+
+
+def wait_for_end(cli: Cli, code: Path, run_id: str, *names: str) -> None:
+    """Of what runs in the containers; a failure shows the run's last lines."""
+    watching = cli.start("watch", *names, "--every", "1s", cwd=code)
+    told, _ = watching.communicate(timeout=240)
+    assert watching.returncode == 0, told + cli("tail", "--no-follow", "-n", "60", run_id).stdout
+
+
+def check_run(cli: Cli, run_id: str, out: Path) -> None:
+    """Every step has its line, the loss fell, and the checkpoint is there."""
+    cli("pull", run_id, "--to", out, code=0)
+    lines = list(read_steps((out / "metrics.jsonl").read_text()))
+    assert [line.step for line in lines] == list(range(1, STEPS + 1))
+    assert lines[-1].loss is not None and lines[0].loss is not None
+    assert lines[-1].loss < lines[0].loss
+    assert (out / "checkpoints" / f"step-{STEPS:08d}").is_dir()
+
+
+def test_two_containers_train_one_drafter(pair: Lab, tmp_path: Path) -> None:
+    home, code = write_run(tmp_path)
     cli = Cli(home, pair.inventory)
     words = ("launch", "lab-200", "lab-201", "--name", "pair", "--config", "nodes.yaml")
     limits = ("--ranks", "2", "--env", "OMP_NUM_THREADS=1")
     done = cli(*words, *limits, cwd=code, code=0)
     first = next(line for line in done.stdout.splitlines() if line.startswith("pair-n0"))
-    watching = cli.start("watch", "lab-200", "lab-201", "--every", "1s", cwd=code)
-    told, _ = watching.communicate(timeout=240)
-    assert watching.returncode == 0, told + cli("tail", "--no-follow", "-n", "60", first).stdout
-    cli("pull", first, "--to", tmp_path / "out", code=0)
-    lines = list(read_steps((tmp_path / "out" / "metrics.jsonl").read_text()))
-    assert [line.step for line in lines] == list(range(1, STEPS + 1))
-    assert lines[-1].loss is not None and lines[0].loss is not None
-    assert lines[-1].loss < lines[0].loss
-    assert (tmp_path / "out" / "checkpoints" / f"step-{STEPS:08d}").is_dir()
+    wait_for_end(cli, code, first, "lab-200", "lab-201")
+    check_run(cli, first, tmp_path / "out")
+
+
+def test_one_container_starts_its_own_ranks(pair: Lab, tmp_path: Path) -> None:
+    home, code = write_run(tmp_path)
+    cli = Cli(home, pair.inventory)
+    words = ("launch", "lab-200", "--name", "alone", "--config", "nodes.yaml")
+    done = cli(*words, "--env", "OMP_NUM_THREADS=1", cwd=code, code=0)
+    run_id = done.stdout.splitlines()[0]
+    wait_for_end(cli, code, run_id, "lab-200")
+    said = cli("tail", "--no-follow", "-n", "500", run_id).stdout
+    assert "starting 1 targets and 1 drafters by torchrun" in said
+    check_run(cli, run_id, tmp_path / "out")

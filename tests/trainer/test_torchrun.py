@@ -32,7 +32,7 @@ def test_only_processes_outside_torchrun_need_ranks() -> None:
 def test_one_node_stands_alone() -> None:
     assert command(["train", "a.yaml"], 8, {}) == [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", "8", "-m", "trainer", "train", "a.yaml"),
+        *("--local-addr", "127.0.0.1", "--nproc-per-node", "8", "-m", "trainer", "train", "a.yaml"),
     ]
 
 

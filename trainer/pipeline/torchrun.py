@@ -29,7 +29,9 @@ def command(
     """argv of torchrun round ``-m trainer ARGUMENTS``. Several nodes meet by the variables that
     ``dflashctl launch`` sets on each."""
     nodes = int(environment.get("NNODES", "1"))
-    where = ["--standalone"]
+    # Without an address the ranks look for each other by the host's name, which a container need
+    # not be able to resolve: they would wait for ever.
+    where = ["--standalone", "--local-addr", "127.0.0.1"]
     if nodes > 1:
         where = [
             *("--nnodes", str(nodes), "--node-rank", environment["NODE_RANK"]),
@@ -45,4 +47,6 @@ def become_torchrun(config: TrainConfig, arguments: Sequence[str]) -> None:
     plan = plan_run(resolve(config))
     argv = command(arguments, len(plan.targets) + len(plan.drafters))
     say(f"starting {len(plan.targets)} targets and {len(plan.drafters)} drafters by torchrun")
+    if os.environ.get("NNODES", "1") == "1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.execv(argv[0], argv)
