@@ -87,6 +87,14 @@ class PlainLoop:
 def online_model(config: DrafterConfig, frozen: FrozenTarget, device: torch.device) -> Any:
     """SpecForge's training model round a drafter of this shape, in bfloat16."""
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
+
+    torch.manual_seed(0)
+    drafter = published_drafter(config, device)
+    return training_model(OnlineDFlashModel, drafter, frozen, config, ANCHORS)
+
+
+def published_drafter(config: DrafterConfig, device: torch.device) -> Any:
+    """SpecForge's drafter of this shape, in bfloat16 and training."""
     from specforge.modeling.draft.dflash import DFlashDraftModel
     from transformers import Qwen3Config
 
@@ -112,22 +120,28 @@ def online_model(config: DrafterConfig, frozen: FrozenTarget, device: torch.devi
         "mask_token_id": c.mask_token_id,
         "target_layer_ids": list(c.target_layer_ids),
     }
-    torch.manual_seed(0)
     drafter = DFlashDraftModel(hf).to(device)
     # Not ``.to(bfloat16)``: that would round the buffer of RoPE frequencies too.
     for parameter in drafter.parameters():
         parameter.data = parameter.data.bfloat16()
     drafter.train()
+    return drafter
+
+
+def training_model(
+    kind: Any, drafter: Any, frozen: FrozenTarget, config: DrafterConfig, anchors: int
+) -> Any:
+    """``kind`` (an ``OnlineDFlashModel``) round the drafter and the target's frozen rows."""
     head = torch.nn.Linear(1, 1, bias=False)
     head.weight = torch.nn.Parameter(frozen.head, requires_grad=False)
     embedding = torch.nn.Embedding(1, 1)
     embedding.weight = torch.nn.Parameter(frozen.embedding, requires_grad=False)
-    return OnlineDFlashModel(
+    return kind(
         drafter,
         head,
         embedding,
-        c.mask_token_id,
-        block_size=c.block_size,
-        num_anchors=ANCHORS,
+        config.mask_token_id,
+        block_size=config.block_size,
+        num_anchors=anchors,
         loss_decay_gamma=7.0,
     )

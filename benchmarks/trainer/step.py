@@ -29,6 +29,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from plain_loop import published_drafter, training_model
+
 from trainer.config import OptimizationConfig
 from trainer.data.batch import Batch
 from trainer.drafter.config import FULL, DrafterConfig
@@ -177,11 +179,10 @@ class Ours:
 class SpecForge:
     def __init__(self, inputs: Inputs) -> None:
         from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
-        from specforge.modeling.draft.dflash import DFlashDraftModel
         from specforge.optimizer import BF16Optimizer
-        from transformers import Qwen3Config
 
-        anchors = inputs.batch.anchors.to(inputs.features.device)
+        device = inputs.features.device
+        anchors = inputs.batch.anchors.to(device)
         keep = torch.ones_like(anchors, dtype=torch.bool)
 
         class FixedAnchors(OnlineDFlashModel):
@@ -193,48 +194,9 @@ class SpecForge:
                 super()._sample_anchor_positions(seq_len, loss_mask, device)
                 return anchors, keep
 
-        c = CONFIG
-        config = Qwen3Config(
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            vocab_size=c.vocab_size,
-            rms_norm_eps=c.rms_norm_eps,
-            max_position_embeddings=c.max_position_embeddings,
-            rope_theta=c.rope_theta,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-            layer_types=list(c.layer_types),
-            attn_implementation="flex_attention",
-        )
-        config.num_target_layers = c.num_target_layers
-        config.block_size = c.block_size
-        config.dflash_config = {
-            "mask_token_id": c.mask_token_id,
-            "target_layer_ids": list(c.target_layer_ids),
-        }
-        device = inputs.features.device
-        model = DFlashDraftModel(config).to(device)
-        # Not ``.to(bfloat16)``: that would round the buffer of RoPE frequencies too.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
+        model = published_drafter(CONFIG, device)
         model.load_state_dict(inputs.weights)
-        model.train()
-        head = torch.nn.Linear(1, 1, bias=False)
-        head.weight = torch.nn.Parameter(inputs.frozen.head, requires_grad=False)
-        embedding = torch.nn.Embedding(1, 1)
-        embedding.weight = torch.nn.Parameter(inputs.frozen.embedding, requires_grad=False)
-        self.model = FixedAnchors(
-            model,
-            head,
-            embedding,
-            c.mask_token_id,
-            block_size=c.block_size,
-            num_anchors=BLOCKS,
-            loss_decay_gamma=7.0,
-        )
+        self.model = training_model(FixedAnchors, model, inputs.frozen, CONFIG, BLOCKS)
         self.optimizer = BF16Optimizer(
             model, lr=RATE, max_grad_norm=CLIP, total_steps=SCHEDULE, warmup_ratio=0.0
         )
