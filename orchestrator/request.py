@@ -19,8 +19,10 @@ BACKLOG = 32 << 20
 IN_FLIGHT_S = 2.0
 # Before the first answer nothing is known of the link; 4 s of a slow one.
 FIRST_WINDOW = 256 << 10
-# The far side answers for whole pieces: one must not take long either.
+# The far side answers for whole pieces: one must not take long either. But each costs both sides an
+# answer: in pieces of 128 KiB 100 MB took 3.0 s on a quick link, in pieces of 1 MiB 1.8 s.
 PIECE = 128 << 10
+PIECES_IN_FLIGHT = 8
 RATE_OVER_S = 1.0
 
 Send = Callable[[dict[str, Any], bytes | memoryview], None]
@@ -91,8 +93,9 @@ class Request:
         self._acks.append((time.monotonic(), 0))
         for piece in pieces:
             view = memoryview(piece)
-            for start in range(0, len(view), PIECE):
-                part = view[start : start + PIECE]
+            while view:
+                size = min(max(PIECE, self._window // PIECES_IN_FLIGHT), PAYLOAD_LIMIT)
+                part, view = view[:size], view[size:]
                 if not self._room(sent + len(part)):
                     return
                 self._send({"id": self.number, "more": True}, part)
