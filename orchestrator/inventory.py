@@ -99,7 +99,9 @@ class ContainerSettings(_Strict):
     workdir: AbsolutePath = DEFAULT_WORKDIR
     """Under it lie ``dflashctl/releases`` and ``dflashctl/runs``."""
     python: Program = "python3"
-    """The interpreter inside the container: for training, and for the agent (≥ 3.10)."""
+    """The interpreter inside the container: for training, and for the agent (≥ 3.10). Given by its
+    absolute path its folder comes first on the PATH of runs and of ``exec``, so that ``python``,
+    ``pip`` and ``torchrun`` are that environment's."""
     gpus: tuple[int | str, ...] = ()
     """Indices or UUIDs that runs of this container use; empty: every visible one."""
     groups: tuple[str, ...] = ()

@@ -67,6 +67,7 @@ class Order:
             "name": self.name,
             "command": list(self.command),
             "env": dict(self.environment),
+            "python": target.settings.python,
             "secrets": dict(self.secrets),
             "gpus": list(target.settings.gpus),
             "meta": self._meta(target, release),

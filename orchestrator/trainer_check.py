@@ -37,7 +37,7 @@ def check(
     told.daemon = True
     told.start()
     try:
-        code, said = _ask(channel, argv(target, config), variables, release_path)
+        code, said = _ask(channel, target, config, variables, release_path)
     finally:
         told.cancel()
     if code == 0:
@@ -56,9 +56,19 @@ def check(
 
 
 def _ask(
-    channel: AgentChannel, command: list[str], variables: Mapping[str, str], cwd: str | None
+    channel: AgentChannel,
+    target: Target,
+    config: str,
+    variables: Mapping[str, str],
+    cwd: str | None,
 ) -> tuple[int | None, bytes]:
-    request = channel.request("exec", command=command, env=dict(variables), cwd=cwd)
+    request = channel.request(
+        "exec",
+        command=argv(target, config),
+        env=dict(variables),
+        python=target.settings.python,
+        cwd=cwd,
+    )
     said = bytearray()
     for head, payload in request.frames():
         if head.get("stream") == "stderr":

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from orchestrator.agent.program import of_interpreter
 from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.serve import Cancelled, Request, from_os_error
 from orchestrator.agent.start import variables
@@ -27,11 +28,12 @@ Send = Callable[[dict[str, Any], bytes], None]
 
 
 def execute(request: Request) -> dict[str, Any]:
+    given = variables(request.get("env", dict, {}))
     child = open_child(
         words(request),
         with_input=request.get("stdin", bool, False) or bool(request.fields.get("more")),
         cwd=request.get("cwd", str),
-        env={**os.environ, **variables(request.get("env", dict, {}))},
+        env={**os.environ, **of_interpreter(request.get("python", str), given), **given},
     )
     timeout = request.get("timeout_s", (int, float))
     timed_out = carry(request, child, request.send, partial(_end, child), timeout)

@@ -57,6 +57,25 @@ def search_path(environment: dict[str, str] | None = None) -> str:
     return ":".join(parts)
 
 
+def of_interpreter(python: str | None, given: dict[str, str]) -> dict[str, str]:
+    """What makes ``python``, ``pip`` and ``torchrun`` those of the inventory's interpreter: its
+    folder first on PATH, and VIRTUAL_ENV where it is a virtual environment's.
+
+    Nothing for a bare ``python3``: PATH finds that one by itself. What was ``given`` stays.
+    """
+    if not python or not python.startswith("/"):
+        return {}
+    folder = os.path.dirname(python)
+    found = {}
+    if "PATH" not in given:
+        parts = [part for part in search_path().split(":") if part != folder]
+        found["PATH"] = ":".join([folder, *parts])
+    root = os.path.dirname(folder)
+    if "VIRTUAL_ENV" not in given and os.path.isfile(f"{root}/pyvenv.cfg"):
+        found["VIRTUAL_ENV"] = root
+    return found
+
+
 def set_environment() -> None:
     """For all our children: a whole PATH, and UTF-8, without which tmux shows underscores."""
     os.environ["PATH"] = search_path()

@@ -105,7 +105,9 @@ Runs
 ----
 ``run.start`` {"run_id", "command": [argv], "name"?, "release"? | "release_from"? (id of a commit
     request in flight; implies after), "cwd"? (absolute, or relative to the release; default the
-    release, else workdir), "env": {}, "secrets": {} (never written to a record nor to an argv),
+    release, else workdir), "env": {}, "python"? (an interpreter: given by its absolute path its
+    folder is first on PATH unless "env" has one, and VIRTUAL_ENV is set in a virtual environment;
+    run.json's "environment" says what was set), "secrets": {} (never written to a record nor to an argv),
     "gpus": [] (indices of nvidia-smi or UUIDs: CUDA_VISIBLE_DEVICES unless "env" has one), "meta":
     {} (kept in run.json as it is: who, git, environment, predecessor …), "log_link"?, "restart":
     {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60, "log_bytes": 268435456,
@@ -146,8 +148,8 @@ Reading
     what the cursor pointed at is gone. ``state`` {"state", "attempt"} tells changes of the run.
     With ``follow`` a run's tail ends after the run has: all read, an unfinished last line flushed.
     A plain file's ends by cancel.
-``exec`` {"command": [argv], "cwd"?, "env"?: {}, "timeout_s"?, "stdin"?: bool} (+ input, with
-    ``more``) → frames {"stream": "stdout"|"stderr"} + payload → {"exit_code": int|null, "signal":
+``exec`` {"command": [argv], "cwd"?, "env"?: {}, "python"? (as in ``run.start``), "timeout_s"?,
+    "stdin"?: bool} (+ input, with ``more``) → frames {"stream": "stdout"|"stderr"} + payload → {"exit_code": int|null, "signal":
     int|null, "timed_out": bool}. Cancel ends the process group (TERM, 2 s, KILL).
 ``pull.list`` {"path" (absolute) | "run_id" + "path"? (relative), "hash": false} → frames + payload
     of JSON lines ``["f", path, size, mtime_ns, mode, sha256|null]`` ``["l", path, target]`` ``["d",

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from orchestrator.agent.files import locked, make_private, read_record, write_bytes, write_record
-from orchestrator.agent.program import boot_id, runnable, search_path
+from orchestrator.agent.program import boot_id, of_interpreter, runnable, search_path
 from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.records import supervisor_record
 from orchestrator.agent.serve import Request
@@ -131,7 +131,9 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(_NOT_INHERITED)
     }
-    environment |= given
+    secrets = variables(request.get("secrets", dict, {}))
+    chosen = of_interpreter(request.get("python", str), given | secrets)
+    environment |= chosen | given
     environment["PATH"] = search_path(environment)
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment |= {"DFLASH_RUN_ID": paths.run_id, "DFLASH_RUN_DIR": paths.root}
@@ -144,7 +146,6 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
         # A run sees what it leased. nvidia-smi counts by bus, CUDA by default the fastest first.
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         environment["CUDA_DEVICE_ORDER"] = given.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    secrets = variables(request.get("secrets", dict, {}))
     record = {
         **request.get("meta", dict, {}),
         "run_id": paths.run_id,
@@ -152,6 +153,7 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
         "release": release,
         "command": command,
         "cwd": cwd,
+        "environment": chosen,
         "env_names": sorted(given),
         "secret_names": sorted(secrets),
         "gpus": gpus,

@@ -86,7 +86,7 @@ def execute(
 def _show_plan(target: Target, fields: dict[str, Any], as_json: bool) -> None:
     steps = [
         Step("ssh", pct.shell_line(ssh_argv(target))),
-        Step("agent", f"exec {json.dumps(fields, ensure_ascii=False)}"),
+        Step("agent", f"exec {json.dumps(_fields(target, fields), ensure_ascii=False)}"),
     ]
     if as_json:
         shown = [{"to": step.label, "text": step.text} for step in steps]
@@ -94,6 +94,10 @@ def _show_plan(target: Target, fields: dict[str, Any], as_json: bool) -> None:
         return
     for step in steps:
         output.say(step.line())
+
+
+def _fields(target: Target, fields: dict[str, Any]) -> dict[str, Any]:
+    return {**fields, "python": target.settings.python}
 
 
 class _Marked:
@@ -179,7 +183,7 @@ def _run(
     emit: Emit | None,
 ) -> int:
     extra = {"stdin": True, "more": True} if stdin else {}
-    request = channel.request("exec", **fields, **extra)
+    request = channel.request("exec", **_fields(target, fields), **extra)
     if stdin:
         threading.Thread(target=request.feed, args=(_input(),), daemon=True).start()
     heard = {"stdout": bytearray(), "stderr": bytearray()}

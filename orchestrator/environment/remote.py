@@ -60,6 +60,7 @@ def record(
         "exec",
         command=collector_argv(target.settings.python, into),
         env=dict(variables),
+        python=target.settings.python,
         cwd="/",
         timeout_s=COLLECT_S,
     )

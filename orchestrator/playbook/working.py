@@ -62,7 +62,10 @@ def _command(
         argv = [target.settings.python, *command[1:]] if command[0] == "python" else [*command]
         where = cwd or stage.pushed.get(target.name) or target.settings.workdir
         with stage.audited(target, "exec", program=argv[0]) as line:
-            request = channel.request("exec", command=argv, cwd=where, env=dict(env), **fields)
+            python = target.settings.python
+            request = channel.request(
+                "exec", command=argv, cwd=where, env=dict(env), python=python, **fields
+            )
             for head, payload in request.frames():
                 if "stream" in head:
                     stage.show(payload)

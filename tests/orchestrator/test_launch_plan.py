@@ -83,7 +83,7 @@ def test_the_plan_reads_as_the_exact_commands() -> None:
     ]
     start = json.loads(steps[-1].partition("run.start ")[2])
     assert start["command"] == ["bash", "start_training.sh"]
-    assert start["gpus"] == [0, 1]
+    assert (start["gpus"], start["python"]) == ([0, 1], "/opt/py/bin/python")
     assert start["release"] == RELEASE.id
     assert start["force"] is False
 

@@ -29,6 +29,20 @@ def test_outputs_and_exit_code(agent: Any) -> None:
     assert head["result"] == {"exit_code": 7, "signal": None, "timed_out": False}
 
 
+def test_a_command_is_looked_for_beside_the_interpreter_first(agent: Any, tmp_path: Path) -> None:
+    tool = tmp_path / "pip"
+    tool.write_text('#!/bin/sh\necho "ours $PATH"\n')
+    tool.chmod(0o755)
+    python = str(tmp_path / "python")
+    _, frames = agent.finish(agent.send("exec", command=["pip"], python=python))
+    said, path = outputs(frames)["stdout"].decode().split()
+    assert said == "ours" and path.split(":")[0] == str(tmp_path)
+    own = {"PATH": "/usr/bin:/bin"}
+    command = ["sh", "-c", "echo $PATH"]
+    _, frames = agent.finish(agent.send("exec", command=command, python=python, env=own))
+    assert outputs(frames)["stdout"] == b"/usr/bin:/bin\n"
+
+
 def test_death_by_signal(agent: Any) -> None:
     result = agent.call("exec", command=["sh", "-c", "kill -9 $$"])
     assert result == {"exit_code": None, "signal": 9, "timed_out": False}

@@ -133,6 +133,42 @@ def test_the_environment_is_the_containers_and_the_given_one(runs: Any) -> None:
     assert folder == str(runs.workdir)
 
 
+def test_a_program_finds_the_interpreter_that_the_inventory_names_first(
+    runs: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").symlink_to(sys.executable)
+    (folder / "torchrun").symlink_to("/bin/true")
+    python = str(folder / "python")
+    run = runs.python(SHOW, python=python)
+    found, _ = shown(runs, run)
+    assert found["PATH"].split(":")[0] == str(folder)
+    assert found["PATH"].split(":").count(str(folder)) == 1
+    assert "/usr/local/bin" in found["PATH"].split(":")
+    assert "VIRTUAL_ENV" not in found, "no virtual environment"
+    record = json.loads(Path(run["run_dir"], "run.json").read_text())
+    assert record["environment"] == {"PATH": found["PATH"]}
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    found, _ = shown(runs, runs.python(SHOW, python=python))
+    assert found["VIRTUAL_ENV"] == str(tmp_path / "env")
+    assert runs.ending(runs.start("torchrun", python=python))["exit_code"] == 0
+
+
+@pytest.mark.parametrize("how", ["env", "secrets"])
+def test_a_path_that_was_given_wins_over_the_interpreters(runs: Any, how: str) -> None:
+    found, _ = shown(
+        runs, runs.python(SHOW, python="/opt/py/bin/python", **{how: {"PATH": "/bin"}})
+    )
+    assert found["PATH"].split(":")[0] == "/bin" and "/opt/py/bin" not in found["PATH"]
+
+
+def test_a_bare_interpreter_leaves_the_path_alone(runs: Any) -> None:
+    run = runs.python(SHOW, python="python3")
+    assert shown(runs, run)[0]["PATH"] == shown(runs, runs.python(SHOW))[0]["PATH"]
+    assert json.loads(Path(run["run_dir"], "run.json").read_text())["environment"] == {}
+
+
 def test_a_run_sees_the_gpus_that_it_asked_for(runs: Any) -> None:
     found, _ = shown(runs, runs.python(SHOW, gpus=[5, 2]))
     assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("5,2", "PCI_BUS_ID")
