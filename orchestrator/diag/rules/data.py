@@ -23,11 +23,11 @@ MISSING = (
     r"doesn't contain any data files",
     rf"No (?:such )?(?:data|shard|sample|training|matching)? ?files? (?:found|"
     rf"match)[^\n]*(?:{_DATA_WORD})",
-    r"(?:no|0|zero) (?:shards?|samples|documents|examples|rows|data files) (?:found|in|at|"
-    r"under|match)",
+    r"\b(?<![\d.,])(?:no|0|zero) (?:shards?|samples|documents|examples|rows|data files) "
+    r"(?:found|in|at|under|match)",
     r"(?:data|dataset|shard|corpus|training)[ \w]*(?:file|path|folder|"
     r"directory)[^\n]*(?:does not exist|not found|is missing)",
-    r"glob [^\n]*(?:matched|matches) (?:no|0|nothing)",
+    r"glob [^\n]*(?:matched|matches) (?:no|0|nothing)\b(?![.,]\d)",
 )
 FORMAT = (
     r"ArrowInvalid: (?:JSON parse error|Could not (?:open|convert)|Parquet|Not an Arrow|"
@@ -52,15 +52,16 @@ FORMAT = (
     r"Unexpected (?:column|field|schema)|schema mismatch|column names don't match",
 )
 EMPTY = (
-    r"(?:no|0|zero|without) (?:supervised|trainable|assistant|target|labelled|labeled|loss|"
-    r"valid|response)[ _-]?"
+    r"\b(?<![\d.,])(?:no|0|zero|without) (?:supervised|trainable|assistant|target|labelled|labeled|"
+    r"loss|valid|response)[ _-]?"
     r"(?:tokens?|labels?|targets?|positions?|anchors?)",
     r"(?:all|every) (?:labels?|targets?|tokens?) (?:are|is|were) (?:-100|masked|ignored)",
     r"(?:loss|label|assistant|supervis\w+|response|target)[ _-]?masks? (?:is |are |was |"
-    r"were )?(?:all |entirely )?(?:zero|empty|0|False|None)",
+    r"were )?(?:all |entirely )?(?:zero|empty|0|False|None)\b(?!\.\d)",
     r"(?:mask|labels?|supervised|assistant_masks?)[^\n]{0,40}(?:sum|count|total|"
     r"tokens)[ =:]+0(?:\.0+)?\b",
-    r"no (?:valid |usable )?anchors?\b|(?:0|zero) (?:valid )?anchors?\b|anchors? ?[=:] ?0\b",
+    r"\bno (?:valid |usable )?anchors?\b|\b(?<![\d.,])(?:0|zero) (?:valid )?anchors?\b|"
+    r"\banchors? ?[=:] ?0\b(?!\.\d)",
     r"[Cc]ould not find (?:response|instruction) key .* in the following instance|"
     r"This instance will be ignored in loss",
     r"return_assistant_tokens_mask==True but chat template does not contain `\{% generation %\}`",

@@ -85,7 +85,7 @@ CLOCK = (
     r"[Tt]ime (?:went|jumped|moved) backwards?|heartbeat[^\n]*(?:from|in) the future|"
     r"negative (?:elapsed|duration|interval|age)",
     r"System clock synchronized: no",
-    r"(?:age|elapsed|ago|since)[ =:]+-\d+",
+    r"(?:age|elapsed|ago|since)[ =:]+-(?!0+(?:\.0*)?(?:\D|$))\d+",
 )
 
 

@@ -22,7 +22,7 @@ OOM_KERNEL = (
 OOM_LOG = (
     r"killed by (?:the )?(?:kernel )?OOM(?:[ -]killer)?",
     r"\bOOM[ -]?[Kk]ill(?:ed|er)\b(?!.{0,20}(?:=|: ?)0)",
-    r"Detected \d+ oom[-_]kill event",
+    r"Detected [1-9]\d* oom[-_]kill event",
 )
 
 
@@ -37,10 +37,7 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
     victims = {
         m[1] for li in kernel if (m := re.search(r"Kill(?:ed)? process (\d+)", li.text)) is not None
     }
-    counters = [
-        li for li, m in e.probes.search(r"\boom(?:_group)?_kill[\s:=\"]+(\d+)") if int(m[1]) > 0
-    ]
-    counters += [li for li, m in e.probes.search(r"memory\.failcnt\D+(\d+)|\bunder_oom 1") if m[0]]
+    counters = _counters(e)
     worker = e.search(
         r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed",
         r"^\S*:? ?(?:line \d+: +\d+ )?Killed\b",
@@ -84,6 +81,20 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
         f"watch it: cat /sys/fs/cgroup/memory.peak /sys/fs/cgroup/memory.events",
         confidence=0.95 if kernel or counters else 0.8,
     )
+
+
+def _counters(e: Evidence) -> list[Line]:
+    """Counters of the container's control group that tell of a kill.
+
+    Version 1's ``failcnt`` counts how often the limit was met, which the page cache does all day:
+    it stands in for ``oom_kill`` only where that is absent (before Linux 4.13)."""
+    kills = e.probes.search(r"\boom(?:_group)?_kill[\s:=\"]+(\d+)")
+    found = [li for li, m in kills if int(m[1]) > 0]
+    found += [li for li, _ in e.probes.search(r"\bunder_oom[\s:=\"]+1\b")]
+    if not kills:
+        met = e.probes.search(r"\bmemory\.failcnt\D{1,4}(\d+)")
+        found += [li for li, m in met if int(m[1]) > 0]
+    return found
 
 
 def _full_story(counters: list[Line], kernel: list[Line], by_kill: bool, e: Evidence) -> bool:

@@ -50,7 +50,7 @@ PEER = (
     r"ncclRemoteError",
     r"remote process exit(?:ing|ed) prematurely|remote process has exited",
     r"[Cc]onnection (?:closed|reset) by (?:remote )?peer",
-    r"NET/IB ?: Got completion (?:from peer [^\n]*)?with (?:status=|error )\s*\d+",
+    r"NET/IB ?: Got completion (?:from peer [^\n]*)?with (?:status=|error )\s*[1-9]\d*",
     r"recvValue failed on SocketImpl|sendBytes failed on SocketImpl|recvBytes failed",
     r"Failed to recv, got 0 bytes|Did the remote server shutdown or crash",
     r"Failed to check the \"should dump\" flag on TCPStore",
