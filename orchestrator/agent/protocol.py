@@ -107,17 +107,17 @@ Runs
     request in flight; implies after), "cwd"? (absolute, or relative to the release; default the
     release, else workdir), "env": {}, "python"? (an interpreter: given by its absolute path its
     folder is first on PATH unless "env" has one, and VIRTUAL_ENV is set in a virtual environment;
-    run.json's "environment" says what was set), "secrets": {} (never written to a record nor to an argv),
-    "gpus": [] (indices of nvidia-smi or UUIDs: CUDA_VISIBLE_DEVICES unless "env" has one), "meta":
-    {} (kept in run.json as it is: who, git, environment, predecessor …), "log_link"?, "restart":
-    {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60, "log_bytes": 268435456,
-    "log_files": 8, "force": false} + payload: the dirty diff → {"run_id", "state", "already": bool,
-    "session", "run_dir", "log", "log_link_moved": path|null (a plain file that stood at
-    ``log_link``, moved aside), "log_link_failed": why|null, "release", "supervisor":
-    {pid, start, boot_id, child, …}, "attach": [argv]} The same run id again gives the same answer
-    with already true, never a second process. Refused with ``run.log_link`` where no link can
-    stand, with ``run.busy`` while another run lives here with the same name or one of the same
-    GPUs, unless ``force``.
+    run.json's "environment" says what was set), "secrets": {} (never written to a record nor to an
+    argv), "gpus": [] (indices of nvidia-smi or UUIDs: CUDA_VISIBLE_DEVICES unless "env" has one),
+    "meta": {} (kept in run.json as it is: who, git, environment, predecessor …), "log_link"?,
+    "restart": {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60, "log_bytes":
+    268435456, "log_files": 8, "force": false} + payload: the dirty diff → {"run_id", "state",
+    "already": bool, "session", "run_dir", "log", "log_link_moved": path|null (a plain file that
+    stood at ``log_link``, moved aside), "log_link_failed": why|null, "release", "supervisor": {pid,
+    start, boot_id, child, …}, "attach": [argv]} The same run id again gives the same answer with
+    already true, never a second process. Refused with ``run.log_link`` where no link can stand,
+    with ``run.busy`` while another run lives here with the same name or one of the same GPUs,
+    unless ``force``.
 ``run.list`` {"limit"?: n, "live"?: bool, "lines"?: 0} → {"runs": [summary, newest first], "time"}.
     Beyond the limit those that live.
 ``run.status`` {"run_id"? (default the newest), "lines": 10, "stall_s"?: s} → summary + {"record":
@@ -131,8 +131,9 @@ Runs
 ``run.stop`` {"run_id", "grace_s"?: (the run's own), "who"?} → frames {"more": true, "signal":
     "INT"|"TERM"|"KILL", "left": n} → {"state", "exit_code", "signal", "already": bool, "killed":
     [pids], "last_lines"}
-``run.attach`` {"run_id"} → {"session", "socket", "tmux", "argv", "alive": bool (session there),
-    "log"}
+``run.attach`` {"run_id", "terminals"?: [values of TERM, the wanted one first]} → {"session",
+    "socket", "tmux", "argv", "alive": bool (session there), "log", "terminal" (the first that this
+    machine has a description of, or null)}
 ``run.remove`` {"run_id"} → {} (ended runs only)
 
 Reading
@@ -149,8 +150,9 @@ Reading
     With ``follow`` a run's tail ends after the run has: all read, an unfinished last line flushed.
     A plain file's ends by cancel.
 ``exec`` {"command": [argv], "cwd"?, "env"?: {}, "python"? (as in ``run.start``), "timeout_s"?,
-    "stdin"?: bool} (+ input, with ``more``) → frames {"stream": "stdout"|"stderr"} + payload → {"exit_code": int|null, "signal":
-    int|null, "timed_out": bool}. Cancel ends the process group (TERM, 2 s, KILL).
+    "stdin"?: bool} (+ input, with ``more``) → frames {"stream": "stdout"|"stderr"} + payload →
+    {"exit_code": int|null, "signal": int|null, "timed_out": bool}. Cancel ends the process group
+    (TERM, 2 s, KILL).
 ``pull.list`` {"path" (absolute) | "run_id" + "path"? (relative), "hash": false} → frames + payload
     of JSON lines ``["f", path, size, mtime_ns, mode, sha256|null]`` ``["l", path, target]`` ``["d",
     path]`` → {"root", "files", "bytes"}. ``root`` is the real path where a link was named; it is

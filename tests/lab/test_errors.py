@@ -203,7 +203,7 @@ def test_wrong_usage_is_json_where_json_was_asked_for(cli: Cli) -> None:
 def test_every_look_before_the_leap_is_json_too(cli: Cli, code: Path) -> None:
     steps = cli.json("exec", "lab-201", "--dry-run", "--", "echo", "it's")["steps"]
     sent = json.loads(steps[1]["text"].removeprefix("exec "))
-    assert sent == {"command": ["echo", "it's"], "python": "python3"}
+    assert sent == {"command": ["echo", "it's"], "python": "/srv/python/bin/python"}
     assert cli.json("push", "lab-201", "--dry-run", cwd=code)["paths"] == ["start_training.sh"]
     rows = {row["ct"]: row["state"] for row in cli.json("top")["runs"] if row["run_id"] is None}
     assert rows[202] == "off"

@@ -169,13 +169,24 @@ def test_a_running_job_keeps_its_own_release(cli: Cli, lab: Lab, code: Path) -> 
     assert "the lab" in cli("tail", first, code=0).stdout
 
 
+def test_what_one_starts_by_name_is_the_inventorys_interpreter(cli: Cli, code: Path) -> None:
+    ask = "import os, sys; print(sys.executable, os.environ['VIRTUAL_ENV'])"
+    own = "/srv/python/bin/python3 /srv/python\n"
+    assert cli("exec", "lab-201", "--", "python3", "-c", ask, code=0).stdout == own
+    (code / "start_training.sh").write_text(f'python3 -c "{ask}"; exec python -c "{ask}"\n')
+    run_id = cli.json("launch", "lab-201", cwd=code)["run_id"]
+    said = cli("tail", run_id, code=0).stdout
+    assert said == f"{own}{own.replace('python3 ', 'python ')}"
+
+
 def test_dry_run_shows_what_would_be_sent_and_reaches_nothing(
     cli: Cli, proxied: Proxy, code: Path
 ) -> None:
     shown = cli("launch", "lab-200", "--dry-run", "--name", "demo", cwd=code, code=0).stdout
     assert "pct exec 200 --keep-env 0 -- /opt/dflash/python/bin/python -I -S -c LOADER" in shown
     assert '"command": ["bash", "start_training.sh"]' in shown
-    assert "run.start" in shown.splitlines()[-1]
+    last = shown.splitlines()[-1]
+    assert "run.start" in last and '"python": "/opt/dflash/python/bin/python"' in last
     assert proxied.traffic()["connections"] == 0
 
 
