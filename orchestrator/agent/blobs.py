@@ -46,7 +46,8 @@ class BlobStore:
         make_private(self._paths.blobs)
         total = 0
         with _Incoming(self._paths.blobs) as folder:
-            rest = b""
+            # A view: cutting the bytes themselves would copy each piece once for every small file.
+            rest = memoryview(b"")
             for number, (digest, size) in enumerate(wanted):
                 rest = self._receive_one(f"{folder}/{number}", digest, size, rest, stream)
                 total += size
@@ -55,15 +56,15 @@ class BlobStore:
         return total
 
     def _receive_one(
-        self, temporary: str, digest: str, size: int, rest: bytes, stream: Iterator[bytes]
-    ) -> bytes:
+        self, temporary: str, digest: str, size: int, rest: memoryview, stream: Iterator[bytes]
+    ) -> memoryview:
         hasher = hashlib.sha256()
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         try:
             missing = size
             while missing:
                 if not rest:
-                    rest = next(stream, b"")
+                    rest = memoryview(next(stream, b""))
                     if not rest:
                         raise AgentError("release.corrupt", f"{digest} ended early", digest=digest)
                 piece, rest = rest[:missing], rest[missing:]

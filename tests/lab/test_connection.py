@@ -13,8 +13,11 @@ import pytest
 import yaml
 from laptop import Cli, Terminal
 
+from orchestrator.connection import HostConnection
+from orchestrator.inventory import Host
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
+from orchestrator.target import HostTarget
 
 pytestmark = pytest.mark.lab
 
@@ -141,6 +144,12 @@ def test_a_locked_key_that_the_agent_holds_needs_no_passphrase(
 ) -> None:
     cli.extra["SSH_AUTH_SOCK"] = agent
     cli("exec", "lab-201", "--", "true", code=0)
+
+
+def test_the_cipher_is_one_that_authenticates_in_the_same_pass(lab: Lab) -> None:
+    host = Host.model_validate(yaml.safe_load(lab.inventory.read_text())["hosts"]["lab"])
+    with HostConnection(HostTarget(name="lab", settings=host)) as connection:
+        assert "gcm" in connection.open().transport.local_cipher
 
 
 def test_all_containers_of_a_host_share_one_connection(cli: Cli, proxied: Proxy) -> None:
