@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 import time
@@ -12,7 +13,12 @@ from typing import Any
 from orchestrator.collect import Collected, collect
 from orchestrator.diag import Evidence, Report, diagnose
 from orchestrator.diag.bundle import write_bundle
+from orchestrator.diag.evidence import NO_CONFIG
+from orchestrator.diag.place import KEY as PLACE
+from orchestrator.diag.place import Place
+from orchestrator.errors import DflashctlError
 from orchestrator.fleet import Fleet
+from orchestrator.route import find_route
 from orchestrator.run import RunRef
 
 
@@ -50,6 +56,8 @@ def examine(
     threading.Thread(target=_prepare, daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="dflashctl-") as folder:
         found = collect(fleet, ref, Path(folder) / "train.log")
+        found.probes[PLACE] = _asked_of(ref)
+        found.probes |= _about(found)
         done = Examined(found, diagnose(Evidence.from_log(found.log, found.probes)))
         if found.error is not None and done.report.healthy:
             # Nothing that a rule knows: the error itself is the answer, and a bundle would lie.
@@ -66,6 +74,36 @@ def examine(
                 addresses=addresses,
             )
     return done
+
+
+def _about(found: Collected) -> dict[str, str]:
+    """What remedies need to know of a run: its interpreter, and whether it is our trainer's."""
+    record = found.records.get("run.json")
+    if not record:
+        return {}
+    python = found.ref.target.settings.python
+    return {"run_config": str(record.get("config") or NO_CONFIG), "run_python": python}
+
+
+def _asked_of(ref: RunRef) -> dict[str, Any]:
+    """What a remedy names: the host as ssh reaches it, the container as dflashctl's verbs take
+    it."""
+    host, settings = ref.target.host, ref.target.host.settings
+    port, user = settings.port, settings.user
+    # Without a readable ssh config the inventory alone has to do.
+    with contextlib.suppress(DflashctlError):
+        route = find_route(host)
+        port, user = route.port, route.user
+    place = Place(
+        host=host.name,
+        address=host.address,
+        port=port,
+        user=user,
+        ssh_config=str(settings.ssh_config) if settings.ssh_config else None,
+        container=ref.target.arguments,
+        python=ref.target.settings.python,
+    )
+    return place.model_dump()
 
 
 def _prepare() -> None:

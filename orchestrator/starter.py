@@ -154,7 +154,8 @@ python=$${PYTHON:-$python}
 
 # Put your own program in place of what follows. As it stands, this runs dflashctl's trainer where
 # it is installed in the container.
-if ! "$$python" -c 'import trainer'; then
+if ! "$$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("trainer"))'
+then
     echo "no trainer here; this brings it along: dflashctl launch --config $config" >&2
     exit 2
 fi

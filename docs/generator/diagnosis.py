@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.reading import HEADER, ROOT, one_line
+from orchestrator.diag.evidence import GO_ON
 
 
 def diagnosis() -> str:
@@ -91,6 +92,7 @@ def severities(call: ast.Call) -> list[str]:
 
 
 PLACEHOLDERS = (
+    (GO_ON, r"\be\.go_on\b"),
     ("CT", r"number|container_of|own_number|ct\b"),
     ("PORT", r"\bport\b"),
     ("HOST", r"\bhost"),

@@ -24,6 +24,12 @@ _OWN_NUMBER = (
 
 
 class Evidence:
+NO_CONFIG = "none"
+"""What the probe ``run_config`` says of a run that is not our trainer's."""
+GO_ON = "dflashctl play resume --set config=FILE goes on from the newest complete checkpoint"
+GO_ON_OWN = "dflashctl launch --env DFLASH_RESUME=CHECKPOINT goes on, if your program reads that"
+
+
     """One run, as far as it was seen. Rules only read it."""
 
     def __init__(self, lines: Sequence[Line], probes: Probes, *, total: int | None = None) -> None:
@@ -171,6 +177,21 @@ class Evidence:
         *,
         severity: Severity = "fatal",
         confidence: float = 0.9,
+    @cached_property
+    def go_on(self) -> str:
+        """How this run is taken up again: only one with a trainer's config by the playbook."""
+        config = next((p.text.strip() for p in self.probes.named(r"^run_config$")), "")
+        if config == NO_CONFIG:
+            return GO_ON_OWN
+        if config:
+            return GO_ON.replace("FILE", config)
+        return f"{GO_ON}\na program of one's own: {GO_ON_OWN}"
+
+    @cached_property
+    def python(self) -> str:
+        """The interpreter that the inventory names, where a probe says it."""
+        return next((p.text.strip() for p in self.probes.named(r"^run_python$")), "")
+
         lasting: bool = False,
     ) -> Finding:
         """A finding from the places ``at``.

@@ -90,7 +90,7 @@ def stopped(e: Evidence) -> Iterator[Finding]:
             [*hits[:3], *(li for li, _ in why[:2])],
             f"pct start {number} && pct status {number}\n"
             f"who stopped it: grep {number} /var/log/pve/tasks/index | tail -5\n"
-            "then dflashctl play resume: it goes on from the newest complete checkpoint",
+            f"then {e.go_on}",
             lasting=e.outcome.state not in ("finished", "running"),
         )
 
@@ -203,7 +203,7 @@ def rebooted(e: Evidence) -> Iterator[Finding]:
             at[:4],
             f"why: grep {number} /var/log/pve/tasks/index | tail; journalctl --list-boots |"
             " tail -3\n"
-            "dflashctl play resume goes on from the newest complete checkpoint",
+            f"{e.go_on}",
             confidence=0.93,
         )
 

@@ -109,6 +109,8 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
             r"failed to open (lib[\w.+-]+\.so[\w.]*)",  # nvrtc and its built-in functions
             r"only (python3-minimal) is there|Python has no standard library",
         )
+            # The start script that `dflashctl init` writes.
+            r"^no (trainer) here; this brings it along:",
     ]
     if not hits:
         return
@@ -121,6 +123,16 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
     )
     module = next((g for g in name.groups() if g), "") if name else ""
     frozen = e.probes.named(r"env_?(?:diff|drift)|frozen")
+    if module == "trainer" or text.startswith("no trainer here"):
+        # Ours; a package of that name on an index is somebody else's.
+        yield e.found(
+            "env.import",
+            "the trainer is not in the container: it travels with --config",
+            hits[:3],
+            "dflashctl launch --config train.yaml   # pushes the trainer, too\n"
+            "a program of your own: put it into start_training.sh, or launch -- COMMAND",
+        )
+        return
     yield e.found(
         "env.import",
         f"{module or 'a module'} is not installed in the interpreter that ran",
@@ -128,7 +140,8 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         "dflashctl env diff GOOD.json NAME; dflashctl env sync NAME --lock GOOD.json\n"
         f"or by hand: {_python(e)} -m pip install "
         f"{module.split('.')[0].replace('_', '-') or 'NAME'}\n"
-        f"is it the right interpreter? {_python(e)} -c 'import sys; print(sys.prefix, sys.path)'",
+        f"is it the right interpreter? {_python(e)} -c 'import sys; print(sys.prefix, sys.path)'"
+        + _another(e),
         confidence=0.9 if not frozen else 0.85,
     )
 
@@ -141,7 +154,15 @@ def _python(e: Evidence) -> str:
                 return f"{match[1]}/bin/python"
     for hit in e.search(r"of binary: (\S+)"):
         return hit[1]
-    return "python"
+    return e.python or "python"
+
+
+def _another(e: Evidence) -> str:
+    """That it was not the inventory's interpreter, where the frames name another."""
+    ran = _python(e)
+    if not e.python.startswith("/") or ran == e.python:
+        return ""
+    return f"\nit was {ran}; the inventory names {e.python}: launch -- python … takes that one"
 
 
 def versions(e: Evidence) -> Iterator[Finding]:

@@ -29,6 +29,8 @@ NO_STEP = (
     r"(?i)\bstalled\b|\bstall(?:ed)? (?:alarm|for)\b|heartbeat missing (\d+) ?(s)",
 )
 MINIMUM = 600.0
+QUIET = 20.0
+"""Of silence shorter than this nobody asks."""
 
 
 def hang(e: Evidence) -> Iterator[Finding]:
@@ -42,9 +44,20 @@ def hang(e: Evidence) -> Iterator[Finding]:
     longest = max((_seconds(h[1], h[2]) for h in said), default=0.0)
     stated = bool(said) and longest >= MINIMUM
     silence = max(silence, longest)
-    if not (silence >= MINIMUM or (stated and len(said) >= 1)):
-        return
     rhythm = _rhythm(e)
+    if not (silence >= MINIMUM or (stated and len(said) >= 1)):
+        if e.probes.alive and silence >= max(QUIET, 3 * rhythm) and not _long_work(e, silence):
+            limit = _duration(max(MINIMUM, 10 * rhythm))
+            yield e.found(
+                "run.hang",
+                f"silent for {silence:.0f} s; a hang is named after {limit}",
+                at[:2],
+                "wait, or look at once: dflashctl status; dflashctl attach",
+                severity="info",
+                confidence=0.5,
+                lasting=True,
+            )
+        return
     if rhythm and silence < 10 * rhythm:
         return
     if _long_work(e, silence):
@@ -72,10 +85,8 @@ def hang(e: Evidence) -> Iterator[Finding]:
         "run.hang",
         title,
         [*where, *at[:3], *said[-1:], *([odd.line] if odd else []), *last[:1]],
-        "is it still there? stacks of every thread, twice: dflashctl diag\n"
         "what does the odd one wait for: a lock, a queue, a disk (state D), a collective?\n"
-        "then dflashctl stop; dflashctl play resume goes on from the newest complete checkpoint"
-        + _without_py_spy(e),
+        f"then dflashctl stop; {e.go_on}" + _without_py_spy(e),
         confidence=0.88,
         lasting=True,
     )

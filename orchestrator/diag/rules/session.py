@@ -133,7 +133,7 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
         "who ended it: journalctl -n 200 | grep -i -e tmux -e logind -e oom; last -x | head\n"
         "start it through `pct exec` (dflashctl launch), not by ssh into the container:\n"
         "systemd's KillUserProcesses ends what a login leaves behind\n"
-        "dflashctl play resume goes on from the newest complete checkpoint",
+        f"{e.go_on}",
         confidence=0.9 if strong else 0.75,
     )
 
@@ -230,8 +230,7 @@ def interrupted(e: Evidence) -> Iterator[Finding]:
             "run.interrupted",
             "the run was stopped by a person or by `stop`",
             at[:4],
-            "nothing is broken: dflashctl play resume goes on from the newest complete checkpoint\n"
-            "who stopped it: dflashctl status --json",
+            f"nothing is broken: {e.go_on}\nwho stopped it: dflashctl status --json",
             severity="fatal" if e.outcome.state != "running" else "info",
             confidence=0.85,
         )

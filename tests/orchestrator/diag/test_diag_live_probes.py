@@ -292,3 +292,74 @@ def test_a_run_whose_container_answers_is_reached_and_not_frozen(last: str) -> N
     log = "\n".join([*(f"step {i}/90 | loss {9 - i / 50} | 15.1k tok/s" for i in range(9)), last])
 
     assert report(log, run_state="training").healthy
+
+
+# What remedies know of a run
+
+NO_TORCH = (
+    'Traceback (most recent call last):\n  File "/workspace/train.py", line 1, in <module>\n'
+    "    import torch\nModuleNotFoundError: No module named 'torch'\n"
+)
+
+
+def test_a_missing_module_names_the_interpreter_to_install_into() -> None:
+    found = report(NO_TORCH, run_state="failed", run_python="/opt/venv/bin/python").findings[0]
+    assert "/opt/venv/bin/python -m pip install torch" in found.remedy
+
+
+def test_another_interpreter_than_the_inventorys_is_named_beside_it() -> None:
+    site = '  File "/usr/lib/python3/site-packages/x.py", line 1, in <module>\n    import torch\n'
+    log = NO_TORCH.replace("    import torch\n", f"    import x\n{site}")
+    found = report(log, run_state="failed", run_python="/opt/venv/bin/python").findings[0]
+    assert "it was /usr/bin/python; the inventory names /opt/venv/bin/python" in found.remedy
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "no trainer here; this brings it along: dflashctl launch --config train.yaml\n",
+        NO_TORCH.replace("torch", "trainer"),
+        "/usr/bin/python3: No module named trainer\n",
+    ],
+)
+def test_our_own_trainer_is_not_fetched_from_an_index(log: str) -> None:
+    found = report(log, run_state="failed", exit_record={"code": 2}).findings[0]
+    assert found.code == "env.import"
+    assert "launch --config" in found.remedy and "pip install" not in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("config", "advised", "not_advised"),
+    [
+        ("night.yaml", "play resume --set config=night.yaml", "DFLASH_RESUME"),
+        ("none", "launch --env DFLASH_RESUME=", "play resume"),
+    ],
+)
+def test_a_run_is_taken_up_again_as_it_was_started(
+    config: str, advised: str, not_advised: str
+) -> None:
+    boots = {"at_start": "a" * 8, "now": "b" * 8}
+    found = report("step 1\n", run_state="failed", run_config=config, boot_id=boots).findings[0]
+    assert found.code == "ct.rebooted"
+    assert advised in found.remedy and not_advised not in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        ("2026-09-01 08:00:40", False),  # its steps come every 30 s
+        ("2026-09-01 08:02:10", True),
+    ],
+)
+def test_silence_is_told_before_it_is_a_hang(now: str, told: bool) -> None:
+    log = "2026-09-01 08:00:00 step 1 | loss 2.0\n2026-09-01 08:00:30 step 2 | loss 1.9\n"
+    found = report(log, run_state="training", now=now)
+    assert found.healthy and found.exit_code == 0
+    titles = [f.title for f in found.findings if f.code == "run.hang"]
+    assert titles == (["silent for 100 s; a hang is named after 10 min"] if told else [])
+
+
+def test_a_run_that_validates_is_not_called_silent() -> None:
+    log = "2026-09-01 08:00:00 step 1 | loss 2.0\n"
+    found = report(log, run_state="training", now="2026-09-01 08:04:00", events=VALIDATING)
+    assert not found.findings
