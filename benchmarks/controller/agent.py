@@ -63,7 +63,12 @@ class Bench:
         print(f"tmux new-session, with tee {plain:7.1f} ms")
         start = median_ms(
             lambda turn: self.once(
-                "run.start", run_id=f"r-{turn}", name=f"{turn}", command=["true"]
+                # The one before may just be ending.
+                "run.start",
+                run_id=f"r-{turn}",
+                name=f"{turn}",
+                command=["true"],
+                force=True,
             )
         )
         print(f"agent, run.start, end      {start:7.1f} ms")
@@ -76,7 +81,7 @@ class Bench:
         agent = self.agent()
         command = ["seq", "-f", "line %.0f of the log of a run", str(LINES)]
         began = time.perf_counter()
-        agent.call("run.start", run_id="flood", name="flood", command=command)
+        agent.call("run.start", run_id="flood", name="flood", command=command, force=True)
         _, frames = agent.finish(agent.send("tail", run_id="flood"))
         ours = LINES / (time.perf_counter() - began)
         got = sum(payload.count(b"\n") for _, payload in frames)
