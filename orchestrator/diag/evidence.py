@@ -23,13 +23,13 @@ _OWN_NUMBER = (
 )
 
 
-class Evidence:
 NO_CONFIG = "none"
 """What the probe ``run_config`` says of a run that is not our trainer's."""
 GO_ON = "dflashctl play resume --set config=FILE goes on from the newest complete checkpoint"
 GO_ON_OWN = "dflashctl launch --env DFLASH_RESUME=CHECKPOINT goes on, if your program reads that"
 
 
+class Evidence:
     """One run, as far as it was seen. Rules only read it."""
 
     def __init__(self, lines: Sequence[Line], probes: Probes, *, total: int | None = None) -> None:
@@ -166,17 +166,6 @@ GO_ON_OWN = "dflashctl launch --env DFLASH_RESUME=CHECKPOINT goes on, if your pr
         last = self.series.after(self.outcome.attempt_line)
         return last if len(last) >= 4 else self.series.steps
 
-    # -- how rules answer -----------------------------------------------------------------------
-
-    def found(
-        self,
-        code: str,
-        title: str,
-        at: Iterable[Hit | Line | Failure | Probe | Quote],
-        remedy: str,
-        *,
-        severity: Severity = "fatal",
-        confidence: float = 0.9,
     @cached_property
     def go_on(self) -> str:
         """How this run is taken up again: only one with a trainer's config by the playbook."""
@@ -192,6 +181,17 @@ GO_ON_OWN = "dflashctl launch --env DFLASH_RESUME=CHECKPOINT goes on, if your pr
         """The interpreter that the inventory names, where a probe says it."""
         return next((p.text.strip() for p in self.probes.named(r"^run_python$")), "")
 
+    # -- how rules answer -----------------------------------------------------------------------
+
+    def found(
+        self,
+        code: str,
+        title: str,
+        at: Iterable[Hit | Line | Failure | Probe | Quote],
+        remedy: str,
+        *,
+        severity: Severity = "fatal",
+        confidence: float = 0.9,
         lasting: bool = False,
     ) -> Finding:
         """A finding from the places ``at``.

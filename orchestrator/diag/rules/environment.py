@@ -108,9 +108,9 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
             r"^ImportError: [^\n]*requires the (\S+) (?:library|package)",
             r"failed to open (lib[\w.+-]+\.so[\w.]*)",  # nvrtc and its built-in functions
             r"only (python3-minimal) is there|Python has no standard library",
-        )
             # The start script that `dflashctl init` writes.
             r"^no (trainer) here; this brings it along:",
+        )
     ]
     if not hits:
         return
@@ -122,7 +122,6 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         text.split(": ", 1)[-1],
     )
     module = next((g for g in name.groups() if g), "") if name else ""
-    frozen = e.probes.named(r"env_?(?:diff|drift)|frozen")
     if module == "trainer" or text.startswith("no trainer here"):
         # Ours; a package of that name on an index is somebody else's.
         yield e.found(
@@ -133,6 +132,7 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
             "a program of your own: put it into start_training.sh, or launch -- COMMAND",
         )
         return
+    frozen = e.probes.named(r"env_?(?:diff|drift)|frozen")
     yield e.found(
         "env.import",
         f"{module or 'a module'} is not installed in the interpreter that ran",
