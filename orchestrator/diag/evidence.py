@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.diag import scan, scope, steps, tracebacks
 from orchestrator.diag.finding import Finding, Quote, Severity
 from orchestrator.diag.outcome import Outcome, read_outcome
+from orchestrator.diag.place import KEY, Place
 from orchestrator.diag.probes import Probe, Probes
 from orchestrator.diag.search import Hit, Text, distinct
 from orchestrator.diag.text import Line, read_lines
@@ -32,9 +33,17 @@ GO_ON_OWN = "dflashctl launch --env DFLASH_RESUME=CHECKPOINT goes on, if your pr
 class Evidence:
     """One run, as far as it was seen. Rules only read it."""
 
-    def __init__(self, lines: Sequence[Line], probes: Probes, *, total: int | None = None) -> None:
+    def __init__(
+        self,
+        lines: Sequence[Line],
+        probes: Probes,
+        *,
+        total: int | None = None,
+        place: Place | None = None,
+    ) -> None:
         self.lines = list(lines)
         self.probes = probes
+        self.place = place or Place()
         self.container = self._container()
         self.probes = scope.of_this_run(probes, self.container)
         self.total = total if total is not None else (lines[-1].number if lines else 0)
@@ -60,7 +69,9 @@ class Evidence:
     @classmethod
     def from_scan(cls, scanned: scan.Scan, probes: Mapping[str, Any] | None) -> Evidence:
         lines = [li for n, raw in scanned.lines.items() for li in read_lines(n, raw)]
-        return cls(lines, Probes(probes), total=scanned.total)
+        place = Place.among(probes)
+        shown = {k: v for k, v in (probes or {}).items() if k != KEY or not place.host}
+        return cls(lines, Probes(shown), total=scanned.total, place=place)
 
     # -- what rules ask -------------------------------------------------------------------------
 

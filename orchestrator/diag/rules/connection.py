@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
-from orchestrator.diag.rules.shared import answered, host_of
+from orchestrator.diag.rules.shared import answered, host_asked
 from orchestrator.diag.text import Line
 
 WAY = r"ssh|connect|^pct|agent|tcp|ping|tail|exec"  # probes that tell of our own way in
@@ -68,14 +68,14 @@ def host_key(e: Evidence) -> Iterator[Finding]:
     known_hosts``)."""
     hits = e.search(*HOST_KEY, named=WAY)
     if hits:
-        host = host_of(hits) or "HOST"
+        host = host_asked(e, hits)
         yield e.found(
             "ssh.host_key",
-            f"the host key of {host} is not the one that is known",
+            f"the host key of {host.title} is not the one that is known",
             hits[:4],
             f"compare on the host's console: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub\n"
-            f"only if the host was reinstalled: ssh-keygen -R {host} && ssh -o "
-            f"StrictHostKeyChecking=accept-new root@{host} true",
+            f"only if the host was reinstalled: ssh-keygen -R {host.known_as} && ssh "
+            f"{host.ssh_options}-o StrictHostKeyChecking=accept-new {host.ssh_host} true",
             lasting=_lost(e, hits),
         )
 
@@ -86,14 +86,14 @@ def authentication(e: Evidence) -> Iterator[Finding]:
     bare ``Permission denied`` of files and devices."""
     hits = e.search(*AUTH, named=WAY)
     if hits and not _went_in(e):
-        host = host_of(hits) or "HOST"
+        host = host_asked(e, hits)
         yield e.found(
             "ssh.auth",
-            f"{host} refused the key or the user",
+            f"{host.title} refused the key or the user",
             hits[:4],
-            f"ssh -v root@{host} true   # which keys are offered\n"
+            f"ssh -v {host.ssh_options}{host.ssh_host} true   # which keys are offered\n"
             f"ssh-add -l; chmod 600 ~/.ssh/id_*; ssh-keygen -yf ~/.ssh/id_ed25519 >/dev/null\n"
-            f"ssh-copy-id root@{host}   # from a machine that still gets in",
+            f"ssh-copy-id {host.ssh_options}{host.ssh_host}   # from a machine that still gets in",
             lasting=_lost(e, hits),
         )
 
@@ -123,12 +123,13 @@ def unreachable(e: Evidence) -> Iterator[Finding]:
     ]
     if not hits or e.search(*AUTH, named=WAY) or e.search(*HOST_KEY, named=WAY) or answered(e):
         return
-    host = host_of(hits) or "HOST"
+    host = host_asked(e, hits)
     yield e.found(
         "ssh.unreachable",
-        f"{host} was not reached over SSH; what runs there is unknown, not failed",
+        f"{host.title} was not reached over SSH; what runs there is unknown, not failed",
         hits[:4],
-        f"ping -c 3 {host}; nc -vz {host} 22; getent hosts {host}\n"
+        f"ping -c 3 {host.address}; nc -vz {host.address} {host.port or 22}; "
+        f"getent hosts {host.address}\n"
         f"on the host's console: systemctl status ssh; journalctl -u ssh -n 50; df -h /",
         lasting=_lost(e, hits),
     )

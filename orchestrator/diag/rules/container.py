@@ -152,22 +152,99 @@ def locked(e: Evidence) -> Iterator[Finding]:
         )
 
 
+# What kept the command from running, told apart by the words of the way in: a remedy for one
+# of these (a restart of the cluster's file system) is a danger beside another (a user not root).
+NOT_ROOT = (
+    r"(?:ipcc_send_rec\[\d+\] failed|access control list): Unknown error",
+    r"please run (?:this )?(?:command )?as root|you must be root|You lack access to",
+)
+CLUSTER = (
+    r"(?:ipcc_send_rec\[\d+\] failed|access control list): Connection refused",
+    r"pve-cluster|pmxcfs|/etc/pve|endpoint is not connected",
+)
+NO_QUORUM = r"no quorum"
+NO_PCT = r"pct: (?:command )?not found"
+OPTIONS = r"\b400 |missing command"
+START = r"startup for container|lxc-start|__lxc_start|failed to start"
+
+
 def exec_failed(e: Evidence) -> Iterator[Finding]:
     """The way in is broken: cluster filesystem down (``ipcc_send_rec[1] failed``), not root, no
     quorum, lxc-attach's ``Failed to exec``, eaten options (``400 unable to parse option``). A tmux
-    that lxc-attach cannot find is ``tmux.missing``."""
-    hits = [
-        h for h in e.search(*EXEC) if '"tmux"' not in h.line.text and "/tmux" not in h.line.text
-    ]
-    if hits:
+    that lxc-attach cannot find is ``tmux.missing``, another program ``env.path``."""
+    hits = [h for h in e.search(*EXEC) if not re.search(r'["/]tmux\b', h.line.text)]
+    if not hits:
+        return
+    number = container_of(e)
+    said = "\n".join(h.line.text for h in hits)
+    host = e.place
+
+    def kind(*patterns: str) -> bool:
+        return any(re.search(pattern, said) for pattern in patterns)
+
+    lasting = not any(e.outcome.moved_on(h.line.number) for h in hits)
+    quote = hits[0].line.text.strip()[:120]
+    if kind(*NOT_ROOT):
         yield e.found(
             "ct.exec_failed",
-            "pct or lxc-attach failed before the command ran: " + hits[0].line.text.strip()[:120],
+            f"pct needs root on the host: {quote}",
             hits[:4],
-            "as root on the host: systemctl status pve-cluster; pvecm status\n"
-            "systemctl restart pve-cluster; pct list\n"
-            "then by hand: pct exec CT -- true",
-            lasting=not any(e.outcome.moved_on(h.line.number) for h in hits),
+            f"connect as root: `user: root` of the host in the inventory, or --host root@"
+            f"{host.address or 'HOST'}\n"
+            f"by hand: ssh {host.ssh_options}root@{host.address or 'HOST'} pct list",
+            lasting=lasting,
+        )
+    elif kind(NO_QUORUM):
+        yield e.found(
+            "ct.exec_failed",
+            f"the host's cluster has no quorum, so pct refuses: {quote}",
+            hits[:4],
+            "on the host: pvecm status   # which nodes are gone? bring them back\n"
+            "only if they will not come back: pvecm expected 1; then pct list",
+            lasting=lasting,
+        )
+    elif kind(*CLUSTER):
+        yield e.found(
+            "ct.exec_failed",
+            f"the host's cluster filesystem does not answer, so pct cannot work: {quote}",
+            hits[:4],
+            "as root on the host: systemctl status pve-cluster; journalctl -u pve-cluster -n 50\n"
+            "if it is dead: systemctl restart pve-cluster; pct list   # containers run on",
+            lasting=lasting,
+        )
+    elif kind(NO_PCT):
+        yield e.found(
+            "ct.exec_failed",
+            f"the host has no pct on this user's PATH: {quote}",
+            hits[:4],
+            "is it a Proxmox host? connect as root, or set `pct` of the host in the inventory",
+            lasting=lasting,
+        )
+    elif kind(OPTIONS):
+        yield e.found(
+            "ct.exec_failed",
+            f"pct took the command's words for its own: {quote}",
+            hits[:4],
+            f"put -- before the command: pct exec {number} -- COMMAND",
+            lasting=lasting,
+        )
+    elif kind(START):
+        yield e.found(
+            "ct.exec_failed",
+            f"container {number} does not start: {quote}",
+            hits[:4],
+            f"on the host: pct start {number} --debug\n"
+            f"journalctl -u pve-container@{number} -n 50; pct config {number}",
+            lasting=lasting,
+        )
+    else:
+        yield e.found(
+            "ct.exec_failed",
+            f"pct or lxc-attach failed before the command ran: {quote}",
+            hits[:4],
+            f"as root on the host, by hand: pct exec {number} -- true; pct status {number}\n"
+            "dflashctl doctor looks at each step of the way in",
+            lasting=lasting,
         )
 
 

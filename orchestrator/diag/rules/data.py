@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding
-from orchestrator.diag.rules.shared import path_in
+from orchestrator.diag.rules.shared import container_of, path_in
 from orchestrator.diag.tracebacks import Failure
 
 _DATA_FILE = (
@@ -118,8 +118,8 @@ def missing(e: Evidence) -> Iterator[Finding]:
         [*failures[:2], *hits[:2]],
         f"in the container: ls -la {path.rsplit('/', 1)[0] if path else '/workspace/data'}; "
         "mount | grep workspace\n"
-        "is the mount point there (pct config CT | grep mp)? does the config name it as the "
-        "container sees it?\n"
+        f"is the mount point there (pct config {container_of(e)} | grep mp)?\n"
+        "does the config name it as the container sees it?\n"
         "copy it in: dflashctl push …",
         confidence=0.9,
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.probes import Probe
+from orchestrator.diag.rules.shared import container_of, target_of
 from orchestrator.diag.text import Line, parse_time
 from orchestrator.diag.tracebacks import Failure
 
@@ -137,7 +138,8 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         "env.import",
         f"{module or 'a module'} is not installed in the interpreter that ran",
         hits[:3],
-        "dflashctl env diff GOOD.json NAME; dflashctl env sync NAME --lock GOOD.json\n"
+        f"dflashctl env diff GOOD.json {target_of(e)}; dflashctl env sync {target_of(e)} "
+        "--lock GOOD.json\n"
         f"or by hand: {_python(e)} -m pip install "
         f"{module.split('.')[0].replace('_', '-') or 'NAME'}\n"
         f"is it the right interpreter? {_python(e)} -c 'import sys; print(sys.prefix, sys.path)'"
@@ -200,8 +202,8 @@ def versions(e: Evidence) -> Iterator[Finding]:
         "env.version",
         "installed versions do not work together: " + what[:140],
         [*hits[:3], *inner[:2], *(li for li, _ in check[:2]), *lists[:2]],
-        f"{_python(e)} -m pip check; dflashctl env diff GOOD.json NAME\n"
-        "dflashctl env sync NAME --lock GOOD.json   # back to the frozen environment\n"
+        f"{_python(e)} -m pip check; dflashctl env diff GOOD.json {target_of(e)}\n"
+        f"dflashctl env sync {target_of(e)} --lock GOOD.json   # back to the frozen environment\n"
         "several nvidia-nccl or torch builds at once: uninstall all of them, then install one "
         "torch",
         confidence=0.88,
@@ -271,9 +273,9 @@ def drift(e: Evidence) -> Iterator[Finding]:
         "the environment is not the frozen one: "
         + ", ".join(sorted({li.text.strip() for li in changed})[:4])[:160],
         [*changed[:4], *blamed[:2]],
-        "dflashctl env diff GOOD.json NAME\n"
-        "dflashctl env sync NAME --lock GOOD.json   # back to the lock file\n"
-        "or accept it after a test: dflashctl env freeze NAME -o GOOD.json",
+        f"dflashctl env diff GOOD.json {target_of(e)}\n"
+        f"dflashctl env sync {target_of(e)} --lock GOOD.json   # back to the lock file\n"
+        f"or accept it after a test: dflashctl env freeze {target_of(e)} -o GOOD.json",
         confidence=0.92,
     )
 
@@ -318,6 +320,8 @@ def command_path(e: Evidence) -> Iterator[Finding]:
     ]
     hits = [h for h in hits if not _ignored(e, h)]
     log = [h for h in hits if h.line.source == "log"]
+    if not log and (tried := [h for h in hits if h.line.source in OWN_WAY]):
+        yield _no_interpreter(e, tried)
     if not log or e.progress:
         return
     name = log[-1].match[log[-1].match.lastindex or 0]
@@ -331,6 +335,31 @@ def command_path(e: Evidence) -> Iterator[Finding]:
         "PATH=/opt/venv/bin:/usr/local/bin:$PATH\n"
         "in start_training.sh, or set `python:` in the inventory; Debian has python3, not python",
         confidence=0.9,
+    )
+
+
+OWN_WAY = ("probe:pct", "probe:ssh")
+"""What our own way into a container said: there the program is the inventory's interpreter."""
+
+
+def _no_interpreter(e: Evidence, hits: list[Hit]) -> Finding:
+    hit = hits[-1]
+    path = hit.match[hit.match.lastindex or 0] or e.place.python
+    number = container_of(e)
+    denied = "Permission denied" in hit.line.text
+    folder = path.rpartition("/bin/")[0] or "/opt/venv"
+    return e.found(
+        "env.path",
+        f"{path} in the container is not executable"
+        if denied
+        else f"the container has no {path}, which the inventory names as its interpreter",
+        hits[:3],
+        f"in the inventory: `python:` of {target_of(e)}; what there is: pct exec {number} -- sh -c "
+        f"'ls -l {path} /usr/bin/python3* /opt/*/bin/python*'\n"
+        f"or make it: pct exec {number} -- python3 -m venv {folder}\n"
+        "what runs there is unknown, not failed: the agent needs an interpreter to look",
+        confidence=0.95,
+        lasting=True,
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.probes import SIGNAL_NAMES, SIGNALS, Probe
+from orchestrator.diag.rules.shared import container_of
+from orchestrator.diag.steps import read_series
 from orchestrator.diag.text import Line
 
 TMUX_MISSING = (
@@ -67,7 +69,8 @@ def tmux_missing(e: Evidence) -> Iterator[Finding]:
             "tmux.missing",
             "the container has no tmux",
             hits[:3],
-            "pct exec CT -- sh -c 'apt-get update && apt-get install -y tmux'\nthen launch again",
+            f"pct exec {container_of(e)} -- sh -c 'apt-get update && apt-get install -y tmux'\n"
+            "then launch again",
         )
 
 
@@ -159,8 +162,8 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     ]
     spoke = [li for li in e.lines if not _bookkeeping(li)]
     # A container that was not reached shows no log either: then nothing is known of the start.
-    asked = bool(e.probes.named(r"run_state|exit|tmux|^ps|pane|session")) or not e.probes
-    empty = not spoke and not e.errors and asked and bool(e.probes)
+    asked = bool(e.probes.named(r"run_state|exit|tmux|^ps(?!_host)|pane|session"))
+    empty = not spoke and not e.errors and asked and not _stands_still(e) and not _stepped(e)
     if not (words or prompt or silent or empty):
         return
     if not (words or prompt) and e.errors:
@@ -187,6 +190,17 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         severity="warning" if e.outcome.state == "finished" else "fatal",
         confidence=0.9 if words or prompt else 0.7,
     )
+
+
+def _stands_still(e: Evidence) -> bool:
+    """The container is frozen or not running now: an empty log may be one that was not read."""
+    words = r"\bfrozen[ :=]+1\b|\b(?:FROZEN|FREEZING)\b|status: (?:stopped|frozen|paused)"
+    return e.probes.has(words)
+
+
+def _stepped(e: Evidence) -> bool:
+    """The trainer's own records hold a step: it spoke, whatever became of its log."""
+    return any(read_series(p.lines).steps for p in e.probes.named(r"metrics"))
 
 
 def _bookkeeping(line: Line) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from orchestrator.diag.evidence import Evidence, Hit
+from orchestrator.diag.place import Place
 from orchestrator.diag.probes import Mount
 
 _HOST = re.compile(
@@ -21,6 +22,29 @@ def host_of(hits: Iterable[Hit]) -> str:
         if match is not None and match[1] != "known_hosts":
             return match[1]
     return ""
+
+
+_AT_PORT = re.compile(r"\]?:(\d{2,5})\b|\bport (\d{2,5})\b")
+
+
+def host_asked(e: Evidence, hits: Iterable[Hit]) -> Place:
+    """The host that was to be reached: of a live diagnosis its target, of a log the host and port
+    that the lines name."""
+    hits = list(hits)
+    if e.place.host and not any(h.line.source == "log" for h in hits):
+        return e.place
+    name = host_of(hits)
+    if not name:
+        return Place(host="HOST", address="HOST", user="root")
+    line = next(h.line.text for h in hits if name in h.line.text)
+    port = _AT_PORT.search(line, line.index(name))
+    number = int(port[1] or port[2]) if port is not None else None
+    return Place(host=name, address=name, port=number, user="root")
+
+
+def target_of(e: Evidence) -> str:
+    """The words that name the container to dflashctl; ``NAME`` if nobody said."""
+    return e.place.container or "NAME"
 
 
 def mount_of(e: Evidence, path: str) -> Mount | None:
