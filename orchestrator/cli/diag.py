@@ -81,6 +81,8 @@ def _live(
         output.emit({**place, **found.report.as_dict()})
     else:
         state = f": {place['state']}" if place.get("state") else ""
-        output.say(f"{place['run_id'] or 'no run'} on {place['host']}/{place['ct']}{state}\n")
+        # A container that was not asked may well have runs.
+        nobody = "an unknown run" if found.collected.error else "no run"
+        output.say(f"{place['run_id'] or nobody} on {place['host']}/{place['ct']}{state}\n")
         show(found.report, as_json=False)
     return 3 if found.unreachable else found.report.exit_code

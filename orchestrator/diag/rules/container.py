@@ -189,8 +189,8 @@ def exec_failed(e: Evidence) -> Iterator[Finding]:
             "ct.exec_failed",
             f"pct needs root on the host: {quote}",
             hits[:4],
-            f"connect as root: `user: root` of the host in the inventory, or --host root@"
-            f"{host.address or 'HOST'}\n"
+            f"connect as root: `user: root` of the host in the inventory; for once: --host "
+            f"root@{host.address or 'HOST'}{f':{host.port}' if host.port else ''}\n"
             f"by hand: ssh {host.ssh_options}root@{host.address or 'HOST'} pct list",
             lasting=lasting,
         )
