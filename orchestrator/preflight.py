@@ -21,7 +21,8 @@ NEXT_STEPS = {
     "python": "install Python 3.10 or later in the container, or set `python` in the inventory",
     "modules": "install them into the container's interpreter: {python} -m pip install {missing}",
     "tmux": "install it in the container: apt install tmux",
-    "disk": "free some space in the container, or set `workdir` in the inventory",
+    "disk": "free some space in the container, or set `workdir` in the inventory; --force does not "
+    "pass this",
     "workdir": "make it writable, or set `workdir` of the container in the inventory",
     "gpu": "pass the GPU through to the container, or correct `gpus` in the inventory",
     "shm": "give the container a larger /dev/shm: data loaders and NCCL use it",
@@ -30,7 +31,7 @@ NEXT_STEPS = {
     "locale": "dflashctl sets LC_ALL=C.UTF-8 for the run",
     "clock": "set the host's clock (chrony): ages are reckoned on the container's own",
     "cpu": "give the container more cores, or start fewer workers",
-    "runs": "stop it, or launch beside it with --force",
+    "runs": "wait for it, stop it, or launch beside it with --force",
 }
 
 
@@ -78,7 +79,11 @@ def read(answer: dict[str, Any], target: Target, now: float | None = None) -> li
 
 
 def refusal(checks: list[Check], target: Target) -> DflashctlError | None:
-    """The error that keeps a run from starting, or None."""
+    """The error that keeps a run from starting, or None.
+
+    A run that lives there already is not looked at: a start that is asked for again after a cut
+    finds itself there.
+    """
     bad = [check for check in checks if not check.ok and check.required]
     if not bad:
         return None
@@ -90,6 +95,11 @@ def refusal(checks: list[Check], target: Target) -> DflashctlError | None:
         host=target.host.name,
         ct=target.ct,
     )
+
+
+def blocked(checks: list[Check]) -> bool:
+    """Whether a launch without --force would be refused."""
+    return any(not check.ok and (check.required or check.name == "runs") for check in checks)
 
 
 def _check(name: str, found: dict[str, Any], target: Target) -> Check:
@@ -114,7 +124,7 @@ def _compared(clock: dict[str, Any], now: float) -> dict[str, Any]:
 
 
 # Fields of the agent's answers that are bytes.
-BYTES = frozenset({"free", "total", "available", "limit"})
+BYTES = frozenset({"free", "total", "available", "limit", "needed"})
 
 
 def _words(value: Any) -> str:

@@ -135,8 +135,13 @@ def _disk(workdir: str, release_bytes: int) -> dict[str, Any]:
     usage = shutil.disk_usage(_existing(workdir))
     inodes = os.statvfs(_existing(workdir)).f_favail
     value = {"path": workdir, "free": usage.free, "total": usage.total, "free_inodes": inodes}
-    if usage.free < FREE_BYTES + 2 * release_bytes:
-        raise Bad(f"{workdir} has only {usage.free / 1e9:.1f} GB left", value)
+    needed = FREE_BYTES + 2 * release_bytes
+    if usage.free < needed:
+        parts = f"{FREE_BYTES / 1e9:.1f} GB for a checkpoint"
+        if release_bytes:
+            parts += f", {2 * release_bytes / 1e9:.1f} GB for the pushed code on its way and whole"
+        words = f"{usage.free / 1e9:.1f} GB left, and a run needs {needed / 1e9:.1f} GB"
+        raise Bad(f"{workdir} has only {words} ({parts})", value | {"needed": needed})
     if os.statvfs(_existing(workdir)).f_files and inodes < 10_000:
         raise Bad(f"{workdir} has only {inodes} inodes left", value)
     return value
@@ -255,9 +260,12 @@ def _workdir(workdir: str) -> dict[str, Any]:
 
 
 def _runs(request: Request) -> dict[str, Any]:
-    from orchestrator.agent.status import live_runs
+    """Bad where a start would be refused; whether it is, the start itself finds out."""
+    from orchestrator.agent.status import in_the_way, live_runs
 
     live = [record.get("run_id") for record in live_runs(request.paths)]
-    if live:
-        raise Bad(f"running here already: {', '.join(map(str, live))}", {"live": live})
-    return {"live": []}
+    busy = in_the_way(request.paths, request.get("gpus", list, []))
+    if busy:
+        words = ", ".join(one["words"] for one in busy)
+        raise Bad(f"running here already: {words}", {"live": live})
+    return {"live": live}

@@ -31,6 +31,8 @@ _NOT_INHERITED = ("SSH_", "TMUX", "DFLASH", "XDG_SESSION", "LINES", "COLUMNS")
 
 _DEFAULT_RESTART = {"max": 0, "backoff_s": 5.0, "backoff_max_s": 300.0}
 
+_TERMINFO = ("/etc/terminfo", "/lib/terminfo", "/usr/share/terminfo", "/usr/lib/terminfo")
+
 
 def start(request: Request) -> dict[str, Any]:
     run_id = request.need("run_id", str)
@@ -87,8 +89,22 @@ def attach(request: Request) -> dict[str, Any]:
         "tmux": tmux.binary(),
         "argv": _attach_command(paths.run_id),
         "alive": tmux.has_session(paths.run_id),
+        "terminal": _known_terminal(request.get("terminals", list, [])),
         "log": paths.log,
     }
+
+
+def _known_terminal(names: list[Any]) -> str | None:
+    """The first that this machine has a description of, without which tmux refuses it."""
+    for name in names:
+        if not isinstance(name, str) or not name or "/" in name:
+            continue
+        for folder in _TERMINFO:
+            # By the first letter, or on some systems by its number.
+            places = (f"{folder}/{first}/{name}" for first in (name[0], f"{ord(name[0]):x}"))
+            if any(map(os.path.isfile, places)):
+                return name
+    return None
 
 
 def _attach_command(run_id: str) -> list[str]:
@@ -210,16 +226,12 @@ def _same(paths: RunPaths, record: dict[str, Any]) -> None:
 
 
 def _refuse_second(request: Request, record: dict[str, Any]) -> None:
-    from orchestrator.agent.status import live_runs
+    from orchestrator.agent.status import in_the_way
 
-    busy = []
-    for other in live_runs(request.paths):
-        shared = sorted(set(map(str, other.get("gpus", []))) & set(map(str, record["gpus"])))
-        if other.get("name") == record["name"] or shared:
-            busy.append({"run_id": other.get("run_id"), "name": other.get("name"), "gpus": shared})
+    busy = in_the_way(request.paths, record["gpus"])
     if busy:
-        names = ", ".join(str(other["run_id"]) for other in busy)
-        raise AgentError("run.busy", f"already running here: {names}", runs=busy)
+        named = ", ".join(one["words"] for one in busy)
+        raise AgentError("run.busy", f"already running here: {named}", runs=busy)
 
 
 def _make_folder(

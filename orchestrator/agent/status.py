@@ -120,6 +120,25 @@ def live_runs(paths: HostPaths) -> list[dict[str, Any]]:
     return [run_record(run) for run in open_ones if not _ended(run)]
 
 
+def in_the_way(paths: HostPaths, gpus: list[Any]) -> list[dict[str, Any]]:
+    """The runs that live here and keep another on ``gpus`` from being started unless it is forced:
+    every one, except where both name their GPUs and share none. A run that names none may use all
+    of them.
+    """
+    wanted = set(map(str, gpus))
+    busy = []
+    for run in live_runs(paths):
+        theirs = set(map(str, run.get("gpus") or []))
+        if wanted and theirs and not wanted & theirs:
+            continue
+        run_id, who = run.get("run_id"), run.get("who")
+        words = f"{run_id} of {who}" if who else str(run_id)
+        shared = sorted(wanted & theirs)
+        found = {"run_id": run_id, "name": run.get("name"), "who": who}
+        busy.append({**found, "gpus": shared, "words": words})
+    return busy
+
+
 def _ended(paths: RunPaths) -> bool:
     return state_of(paths) in ENDED
 

@@ -40,7 +40,12 @@ def launch(
         typer.Option("--log", metavar="PATH", help="Also link the log at this container path."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Start although another run lives there.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Start although another run lives in the container or a GPU is in use; passes "
+            "over no other check.",
+        ),
     ] = False,
     restarts: Annotated[
         int,

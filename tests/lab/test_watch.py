@@ -130,7 +130,9 @@ def test_more_runs_than_a_host_has_channels_are_all_watched_to_their_end(
 ) -> None:
     command = ("--", "python3", "fake_run.py", "20", "0.3")
     starts = [
-        cli.start("launch", "lab-201", "--name", f"crowd{n}", "--json", *command, cwd=code)
+        cli.start(
+            *("launch", "lab-201", "--name", f"crowd{n}", "--force", "--json"), *command, cwd=code
+        )
         for n in range(9)
     ]
     ids = [json.loads(process.communicate(timeout=120)[0])["run_id"] for process in starts]

@@ -80,6 +80,8 @@ class Runs:
     def start(self, *command: str, **fields: Any) -> dict[str, Any]:
         run_id = fields.pop("run_id", None) or self.new_id()
         fields.setdefault("name", run_id)
+        # Several side by side, as nobody gets them without asking for it.
+        fields.setdefault("force", True)
         return self.agent.call("run.start", run_id=run_id, command=list(command), **fields)
 
     def python(self, code: str, **fields: Any) -> dict[str, Any]:

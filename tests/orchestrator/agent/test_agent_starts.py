@@ -97,16 +97,37 @@ def test_two_people_launching_at_once_get_one_run(runs: Any) -> None:
     assert refused[0]["detail"]["runs"][0]["run_id"] == good[0]["result"]["run_id"]
 
 
-def test_a_second_run_on_the_same_gpu_is_refused_unless_forced(runs: Any) -> None:
-    first = runs.start("sleep", "60", gpus=[0, 1])
-    fields = {"command": ["sleep", "60"], "name": "other", "gpus": [1, 2]}
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [([], []), ([0], []), ([], [0]), ([0, 1], [1, 2])],
+    ids=["neither names a GPU", "only they do", "only we do", "one is shared"],
+)
+def test_a_second_run_is_refused_unless_forced(
+    runs: Any, theirs: list[int], ours: list[int]
+) -> None:
+    """Whatever it is called. One that names no GPU may use all of them."""
+    first = runs.start("sleep", "60", gpus=theirs, meta={"who": "anna@desk"})
+    fields = {"command": ["sleep", "60"], "name": "other", "gpus": ours}
     error = runs.agent.error(runs.agent.send("run.start", run_id=runs.new_id(), **fields))
     assert error["kind"] == "run.busy"
-    assert error["detail"]["runs"] == [
-        {"run_id": first["run_id"], "name": first["run_id"], "gpus": ["1"]}
-    ]
+    assert f"{first['run_id']} of anna@desk" in error["message"]
+    (busy,) = error["detail"]["runs"]
+    assert (busy["run_id"], busy["who"]) == (first["run_id"], "anna@desk")
+    assert busy["gpus"] == [str(gpu) for gpu in theirs if gpu in ours]
+    look = runs.agent.call("preflight", python=sys.executable, gpus=ours)["checks"]["runs"]
+    assert not look["ok"] and "anna@desk" in look["error"], "doctor says what launch would"
     forced = runs.agent.call("run.start", run_id=runs.new_id(), force=True, **fields)
     assert not forced["already"]
+
+
+def test_two_runs_with_gpus_of_their_own_share_a_container(runs: Any) -> None:
+    runs.start("sleep", "60", gpus=[0, 1])
+    look = runs.agent.call("preflight", python=sys.executable, gpus=[2, 3])["checks"]["runs"]
+    assert look["ok"]
+    started = runs.agent.call(
+        "run.start", run_id=runs.new_id(), command=["sleep", "60"], name="other", gpus=[2, 3]
+    )
+    assert not started["already"]
 
 
 def test_a_run_that_ended_is_not_in_the_way(runs: Any) -> None:
@@ -123,7 +144,7 @@ def test_the_environment_is_the_containers_and_the_given_one(runs: Any) -> None:
     run_id = runs.new_id()
     odd = {"QUOTED": "a'b\"c$(id)`id`\n;", "EMPTY": "", "LANG": "C", "LD_LIBRARY_PATH": "/x"}
     words = [sys.executable, "-c", SHOW]
-    run = agent.call("run.start", run_id=run_id, command=words, env=odd, name="e")
+    run = agent.call("run.start", run_id=run_id, command=words, env=odd, name="e", force=True)
     found, folder = shown(runs, run)
     assert {key: found[key] for key in odd} == odd
     assert "OLD" not in found and "TMUX" not in found
@@ -309,6 +330,17 @@ def test_what_is_asked_of_a_run_that_is_not_there_says_so(runs: Any) -> None:
     for op in ("run.attach", "run.status", "run.stop", "run.remove", "stacks", "tail"):
         assert runs.agent.error(runs.agent.send(op, run_id="no-1"))["kind"] == "run.not_found"
     assert runs.agent.error(runs.agent.send("run.status"))["kind"] == "run.not_found"
+
+
+def test_attach_names_the_first_terminal_that_is_described_here(runs: Any) -> None:
+    run = runs.start("sleep", "60")
+
+    def terminal(*names: str) -> Any:
+        found = runs.agent.call("run.attach", run_id=run["run_id"], terminals=list(names))
+        return found["terminal"]
+
+    assert terminal("xterm-nobodys", "../etc/passwd", "", "xterm", "linux") == "xterm"
+    assert terminal("xterm-nobodys") is None
 
 
 def test_an_ended_run_can_be_removed_a_live_one_not(runs: Any) -> None:
