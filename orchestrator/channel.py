@@ -28,6 +28,8 @@ QUIET_S = 3.0
 DEAD_S = 9.0
 # `pct exec` takes 0.5–1 s, ten at once on two cores 2.9 s. In a frozen container it never answers.
 START_S = 30.0
+# After this a person wants to know what is waited for.
+LATE_S = 2.0
 NOISE_LIMIT = 64 << 10
 
 
@@ -47,6 +49,7 @@ class AgentChannel:
 
     :param trusted: the program is believed to be there: only its hash is sent at first.
     :param queued: whether the far side has yet to begin; such a wait is no failure to start.
+    :param on_late: called once, in a thread of its own, if the agent has not spoken by ``LATE_S``.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class AgentChannel:
         ct: int | None,
         on_hello: Callable[[dict[str, Any]], None] | None = None,
         queued: Callable[[], bool] | None = None,
+        on_late: Callable[[AgentChannel], None] | None = None,
     ) -> None:
         self.host = host
         self.ct = ct
@@ -68,6 +72,7 @@ class AgentChannel:
         self._workdir = workdir
         self._on_hello = on_hello
         self._queued = queued or (lambda: False)
+        self._on_late = on_late
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         # Apart from the other: a sender that waits for the far side must not stop the reader.
@@ -110,6 +115,11 @@ class AgentChannel:
     def is_over(self) -> bool:
         """Whether it has ended, for whatever reason: no request is answered any more."""
         return self._over.is_set()
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether its agent has begun to answer."""
+        return self._hello is not None
 
     def hello(self) -> dict[str, Any]:
         """Who answers: version, python, hostname, boot_id, time, tmux, …
@@ -290,6 +300,9 @@ class AgentChannel:
                 continue
             now = time.monotonic()
             if self._hello is None:
+                if self._on_late and now - began > LATE_S:
+                    tell, self._on_late = self._on_late, None
+                    threading.Thread(target=tell, args=(self,), daemon=True).start()
                 if now - began > START_S:
                     self._fail(self._no_start())
                     self._link.close()

@@ -22,7 +22,7 @@ from orchestrator.environment.lock import Environment, parse
 from orchestrator.errors import DflashctlError, RunNotFound
 from orchestrator.fleet import Fleet
 from orchestrator.paths import ContainerPaths, RunPaths
-from orchestrator.pct import SaidBy, frozen
+from orchestrator.pct import FROZEN, SaidBy, frozen
 from orchestrator.request import Request
 from orchestrator.run import RunRef, RunSummary
 from orchestrator.watch import last_that_trained
@@ -268,14 +268,11 @@ def _ask_host(fleet: Fleet, ref: RunRef, found: dict[str, Any], inside: AgentCha
         request = channel.request("probe", side="host", ct=ref.target.ct, timeout_s=LOOK_LIMIT_S)
         for head, _ in request.frames():
             found.update(_values({"probes": {head["probe"]: head}}))
-            if head["probe"] == "cgroup_events" and _FROZEN.search(str(head.get("text"))):
+            if head["probe"] == "cgroup_events" and FROZEN.search(str(head.get("text"))):
                 inside.give_up(frozen(ref.target.host.name, ref.target.ct))
     except DflashctlError as error:
         # The container's own channel tells of a host that is not reached.
         found.setdefault("host_agent", error.what)
-
-
-_FROZEN = re.compile(r"\bfrozen 1\b|FROZEN")
 
 
 def _values(answer: dict[str, Any]) -> dict[str, Any]:

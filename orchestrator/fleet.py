@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator import pct
 from orchestrator.agent import loader
-from orchestrator.channel import AgentChannel, Link
+from orchestrator.channel import START_S, AgentChannel, Link
 from orchestrator.connection import CHANNELS, HostConnection
 from orchestrator.errors import (
     AuthenticationFailed,
@@ -114,11 +114,19 @@ class Fleet:
     """Opens each connection and each channel once, closes them all at the end. Thread-safe."""
 
     def __init__(
-        self, state: LaptopState, *, ask: bool = False, notice: Notice = lambda text: None
+        self,
+        state: LaptopState,
+        *,
+        ask: bool = False,
+        patient: bool = True,
+        notice: Notice = lambda text: None,
     ) -> None:
-        """:param ask: prompt for passwords (never where many hosts are reached at once)."""
+        """:param ask: prompt for passwords (never where many hosts are reached at once).
+        :param patient: whether a frozen container is waited for; it may thaw.
+        """
         self.state = state
         self.asks = ask
+        self._patient = patient
         self._notice = notice
         self._lock = threading.Lock()
         self._hosts: dict[HostTarget, HostConnection] = {}
@@ -249,6 +257,8 @@ class Fleet:
     ) -> AgentChannel:
         place = f"{place} {workdir}"
         program = _program()
+        # Through its host's agent a frozen container is not even entered.
+        direct = ct is not None and owner.carrier is None
         channel = AgentChannel(
             link,
             program,
@@ -258,10 +268,29 @@ class Fleet:
             ct=ct,
             on_hello=lambda hello: self._remember(place, hello),
             queued=(lambda: link.waiting) if isinstance(link, RelayLink) else None,
+            on_late=partial(self._ask_beside, owner.host) if direct else None,
         )
         with self._lock:
             self._owners[channel] = owner
         return channel
+
+    def _ask_beside(self, host: HostTarget, channel: AgentChannel) -> None:
+        """Ask the host of a container that says nothing: a frozen one never will."""
+        ct = channel.ct
+        if channel.is_over:
+            return
+        try:
+            found = self.host(host).call("probe", side="host", ct=ct, names=["cgroup_events"])
+            is_frozen = pct.FROZEN.search(str(found["probes"]["cgroup_events"].get("value")))
+        except (DflashctlError, KeyError):
+            is_frozen = None
+        if channel.is_over or channel.has_spoken:
+            return
+        if is_frozen and not self._patient:
+            channel.give_up(pct.frozen(host.name, ct))
+            return
+        state = "is frozen" if is_frozen else "has not answered yet"
+        self._notice(f"{host.name}/{ct} {state}: waiting up to {START_S:.0f} s for it")
 
     def _remember(self, place: str, hello: dict[str, object]) -> None:
         # From a temporary folder it is gone at the next boot, or before.

@@ -195,6 +195,10 @@ class SaidBy(Exception):
     """The host's own words behind an error, as its ``__cause__``."""
 
 
+# Both versions of cgroups, as the host's look at a container shows them.
+FROZEN = re.compile(r"\bfrozen 1\b|FROZEN")
+
+
 def frozen(host: str, ct: int | None) -> ExecFailed:
     """What its host knows of a container that says nothing."""
     return ExecFailed(

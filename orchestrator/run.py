@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
 import time
@@ -11,7 +12,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from orchestrator.errors import DflashctlError, RunNotFound, UnreachableError, UsageError
+from orchestrator.errors import (
+    DflashctlError,
+    NotFoundError,
+    RunNotFound,
+    UnreachableError,
+    UsageError,
+)
 from orchestrator.fanout import each
 from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Cards, Looks
@@ -169,7 +176,10 @@ def choose(
     """
     ids = [word for word in words if RUN_ID.match(word)]
     names = [word for word in words if not RUN_ID.match(word)]
-    targets = resolve(inventory, names, host, ct)
+    try:
+        targets = resolve(inventory, names, host, ct)
+    except NotFoundError as error:
+        raise _neither(fleet, inventory, state, names, error) from None
     if ids and len(targets) == 1:
         return [RunRef(targets[0], run_id) for run_id in ids]
     refs = [RunRef(target, None) for target in targets]
@@ -182,6 +192,36 @@ def choose(
     return [_newest_of(fleet, everything(inventory))]
 
 
+def _neither(
+    fleet: Fleet,
+    inventory: Inventory,
+    state: LaptopState,
+    names: Sequence[str],
+    error: NotFoundError,
+) -> NotFoundError:
+    """A word that is no container: perhaps the beginning of a run's id, which nobody types out."""
+    wrong = next((name for name in names if repr(name) in error.what), names[0])
+    near = nearest_run(wrong, [run.run_id for run in state.runs()])
+    if not near and "did you mean" not in error.what:
+        # A slip in a container's name needs no question to all of them.
+        answers = ask_all(fleet, everything(inventory))
+        near = nearest_run(wrong, [run.run_id for asked in answers for run in asked.runs])
+    what = f"no run, container or group is called {wrong!r}{near}" if near else error.what
+    return NotFoundError(
+        what,
+        next_step="give a whole run id of `dflashctl ps`, a name of `dflashctl inventory list`, or "
+        "--host H --ct N",
+    )
+
+
+def nearest_run(wrong: str, ids: Iterable[str]) -> str:
+    """``; did you mean train-…?``: the newest that begins so, else the one most like it."""
+    known = sorted(set(ids), key=lambda run_id: run_id.split("-")[-3:], reverse=True)
+    close = [run_id for run_id in known if run_id.startswith(wrong)]
+    close = close or difflib.get_close_matches(wrong, known, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _locate(fleet: Fleet, inventory: Inventory, state: LaptopState, run_id: str) -> list[RunRef]:
     """The run, or all nodes of the run on several containers that ``run_id`` names as a whole."""
     known = state.find(run_id)
@@ -192,7 +232,9 @@ def _locate(fleet: Fleet, inventory: Inventory, state: LaptopState, run_id: str)
         return [RunRef(n.target, n.run_id) for n in sorted(nodes, key=lambda run: run.run_id)]
     silent: list[Asked] = []
     found: list[RunRef] = []
+    known_ids = [run.run_id for run in state.runs()]
     for asked in ask_all(fleet, everything(inventory)):
+        known_ids += [run.run_id for run in asked.runs]
         if any(run.run_id == run_id for run in asked.runs):
             return [RunRef(asked.target, run_id)]
         found += [
@@ -202,8 +244,9 @@ def _locate(fleet: Fleet, inventory: Inventory, state: LaptopState, run_id: str)
             silent.append(asked)
     if found:
         return found
+    near = nearest_run(run_id, known_ids)
     raise _absent(silent)(
-        f"no container of the inventory has it{_unasked(silent)}",
+        f"no container of the inventory has it{_unasked(silent)}{near}",
         next_step="`dflashctl ps` lists the runs; --host H --ct N looks outside the inventory",
         run_id=run_id,
     )
@@ -221,9 +264,13 @@ def _newest_of(fleet: Fleet, targets: Sequence[Target]) -> RunRef:
                 newest = (age, RunRef(asked.target, run.run_id))
     if newest is not None:
         return newest[1]
-    raise _absent(silent)(
-        f"no run was launched from this laptop, and the inventory has none{_unasked(silent)}",
-        next_step="start one: dflashctl launch --host H --ct N",
+    raise absent(silent, "no run was launched from this laptop, and the inventory has none")
+
+
+def absent(silent: list[Asked], what: str) -> DflashctlError:
+    """There is no run, as far as those tell that answered."""
+    return _absent(silent)(
+        f"{what}{_unasked(silent)}", next_step="start one: dflashctl launch --host H --ct N"
     )
 
 

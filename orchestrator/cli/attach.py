@@ -10,14 +10,17 @@ import typer
 
 from orchestrator import pct
 from orchestrator.cli import output
-from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
+from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, OwnRuns
 from orchestrator.cli.session import open_session
 from orchestrator.errors import RefusedError, UsageError
 from orchestrator.launch import host_ssh_argv
 
+STAND_INS = ("xterm-256color", "xterm")
+"""For a terminal of which the container has no description: tmux would refuse it."""
+
 
 def attach(
-    runs: Runs = None,
+    runs: OwnRuns = None,
     host: HostOption = None,
     ct: CtOption = None,
     dry_run: Annotated[
@@ -29,15 +32,26 @@ def attach(
     """Attach the terminal to a run's tmux session; leave it with Ctrl-b d.
 
     OpenSSH's own client carries the terminal: it knows sizes, escapes and every setting of yours.
-    With --json the command is printed, as with --dry-run.
+    With --json the command is printed, as with --dry-run. What you type there reaches the run, so
+    that a colleague's is attached to by its run id alone.
     """
     if not dry_run and not as_json and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
             "attach needs a terminal", next_step="use `dflashctl tail` in scripts and pipes"
         )
-    with open_session(inventory) as session:
-        ref = session.one_run(runs, host, ct)
-        answer = session.fleet.container(ref.target).call("run.attach", **ref.fields)
+    terminal = os.environ.get("TERM") or "xterm"
+    if terminal == "dumb" and not dry_run and not as_json:
+        raise UsageError(
+            "this terminal says that it cannot place a cursor (TERM=dumb)",
+            next_step="use `dflashctl tail`, or set TERM: TERM=xterm dflashctl attach",
+        )
+    with open_session(inventory, patient=False) as session:
+        ref = session.one_run_to_change(runs, host, ct, "attach")
+        # In this order they are tried; what Debian's ncurses-base has is there with every tmux.
+        terminals = list(dict.fromkeys([terminal, *STAND_INS]))
+        answer = session.fleet.container(ref.target).call(
+            "run.attach", terminals=terminals, **ref.fields
+        )
     if not answer["alive"]:
         words = f"dflashctl tail {ref.run_id or ref.target.arguments}"
         raise RefusedError(
@@ -48,7 +62,10 @@ def attach(
             run_id=ref.run_id,
         )
     # `--keep-env 0` leaves TERM=linux and no locale: tmux would draw with neither colour nor lines.
-    inner = ["env", f"TERM={os.environ.get('TERM', 'xterm')}", "LC_ALL=C.UTF-8", *answer["argv"]]
+    known = answer.get("terminal") or terminal
+    if known != terminal:
+        output.notice(f"the container knows no terminal {terminal!r}: attached as {known}")
+    inner = ["env", f"TERM={known}", "LC_ALL=C.UTF-8", *answer["argv"]]
     target = ref.target
     remote = pct.exec_argv(target.ct, inner, pct=target.host.settings.pct)
     argv = host_ssh_argv(target.host, remote, terminal=True)

@@ -11,7 +11,7 @@ from orchestrator import preflight
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
-from orchestrator.errors import DflashctlError
+from orchestrator.errors import DflashctlError, RefusedError
 from orchestrator.fanout import each
 from orchestrator.fleet import Fleet
 from orchestrator.target import Target
@@ -28,9 +28,10 @@ def doctor(
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check everything a launch needs; start nothing. Exits 4 if a launch would be refused."""
+    """Check everything a launch needs; start nothing. Exits 4 if a launch would be refused:
+    also where a run lives in the container, which `launch --force` passes over."""
     code = 0
-    with open_session(inventory) as session:
+    with open_session(inventory, patient=False) as session:
         chosen = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         modules = preflight.MODULES if trainer else ()
         for target, found in each(session.fleet, chosen, partial(_look, session.fleet, modules)):
@@ -39,10 +40,10 @@ def doctor(
                 code = max(code, found.exit_code)
                 continue
             hello, checks = found
-            refused = preflight.refusal(checks, target)
-            code = max(code, refused.exit_code if refused else 0)
+            refused = preflight.blocked(checks)
+            code = max(code, RefusedError.exit_code if refused else 0)
             if as_json:
-                place = {"host": target.host.name, "ct": target.ct, "ready": refused is None}
+                place = {"host": target.host.name, "ct": target.ct, "ready": not refused}
                 output.emit({**place, "agent": hello, "checks": [c.as_json() for c in checks]})
                 continue
             output.say(f"{target.name}: {hello['hostname']}, Python {hello['python']}")

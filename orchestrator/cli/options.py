@@ -19,6 +19,14 @@ Runs = Annotated[
         show_default=False,
     ),
 ]
+OwnRuns = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RUN|TARGET",
+        help="Run ids, inventory names or groups; default: the newest run that you launched.",
+        show_default=False,
+    ),
+]
 HostOption = Annotated[
     str | None,
     typer.Option("--host", help="A host of the inventory, or anything ssh takes."),

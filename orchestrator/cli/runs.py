@@ -16,6 +16,7 @@ from orchestrator.cli.options import (
     HostOption,
     InventoryOption,
     JsonOption,
+    OwnRuns,
     Runs,
     Targets,
 )
@@ -146,7 +147,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show one run in full; exits 1 if it failed, 3 if it cannot be reached."""
-    with open_session(inventory) as session:
+    with open_session(inventory, patient=False) as session:
         found = []
         for ref in session.runs(runs, host, ct):
             with session.fleet.container(ref.target) as channel:
@@ -199,7 +200,7 @@ def _git(meta: dict[str, Any]) -> str | None:
 
 
 def stop(
-    runs: Runs = None,
+    runs: OwnRuns = None,
     host: HostOption = None,
     ct: CtOption = None,
     grace: Annotated[
@@ -209,10 +210,22 @@ def stop(
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop a run after a checkpoint: INT to all of it, on all its nodes, then TERM, then KILL."""
+    """Stop a run after a checkpoint: INT to all of it, on all its nodes, then TERM, then KILL.
+
+    Without RUN it is the newest that you launched. A colleague's is stopped by its run id alone: by
+    its container it is refused, and its owner named.
+    """
     fields = {"grace_s": seconds(grace)} if grace else {}
     failed: list[DflashctlError] = []
-    with open_session(inventory) as session:
+    with open_session(inventory, patient=False) as session:
+
+        def pinned(ref: RunRef) -> RunRef:
+            try:
+                return session.pinned(ref, "stop")
+            except DflashctlError as error:
+                known = {"run_id": error.run_id}
+                with audited(session.fleet, ref.target, "stop", output.notice, **known):
+                    raise
 
         def work(ref: RunRef) -> dict[str, Any]:
             with audited(session.fleet, ref.target, "stop", output.notice, run_id=ref.run_id):
@@ -220,12 +233,21 @@ def stop(
                 _give_back(session, ref, answer["run_id"])
             return answer
 
+        def fail(error: DflashctlError) -> None:
+            failed.append(error)
+            output.fail(error, as_json=as_json)
+
         # At once: what hangs in one container must not keep another's run going.
-        refs = session.whole_runs(runs, host, ct)
-        for ref, answer in each_run(session.fleet, refs, work):
+        refs = []
+        chosen = session.runs_to_change(runs, host, ct, "stop")
+        for _, found in each_run(session.fleet, chosen, pinned):
+            if isinstance(found, DflashctlError):
+                fail(found)
+            else:
+                refs.append(found)
+        for ref, answer in each_run(session.fleet, session.with_siblings(refs), work):
             if isinstance(answer, DflashctlError):
-                failed.append(answer)
-                output.fail(answer, as_json=as_json)
+                fail(answer)
             elif as_json:
                 output.emit({"host": ref.target.host.name, "ct": ref.target.ct, **answer})
             else:

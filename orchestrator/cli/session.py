@@ -54,36 +54,61 @@ class Session:
         self.fleet.expect([ref.target for ref in found])
         return found
 
-    def whole_runs(
-        self, words: Sequence[str] | None, host: str | None, ct: int | None
+    def runs_to_change(
+        self, words: Sequence[str] | None, host: str | None, ct: int | None, verb: str
     ) -> list[RunRef]:
-        """As ``runs``, with the other nodes of those that run on several containers."""
+        """As ``runs``, but where nothing is named only a run of this user's own."""
+        from orchestrator.own_runs import newest_own
+
+        if words or host is not None or ct is not None:
+            return self.runs(words, host, ct)
+        return [newest_own(self.fleet, self.inventory, self.state, verb)]
+
+    def pinned(self, ref: RunRef, verb: str) -> RunRef:
+        """:raises RefusedError: it was named by its container, and is somebody else's."""
+        from orchestrator.own_runs import pin
+
+        return pin(self.fleet, self.state, ref, verb, output.notice)
+
+    def with_siblings(self, refs: Sequence[RunRef]) -> list[RunRef]:
+        """``refs``, and the other nodes of those that run on several containers."""
         from orchestrator.whole_run import with_siblings
 
-        chosen = self.runs(words, host, ct)
-        found = with_siblings(self.fleet, self.inventory, self.state, chosen, output.notice)
+        found = with_siblings(self.fleet, self.inventory, self.state, refs, output.notice)
         self.fleet.expect([ref.target for ref in found])
         return found
 
     def one_run(self, words: Sequence[str] | None, host: str | None, ct: int | None) -> RunRef:
         """:raises UsageError: several runs were named."""
-        found = self.runs(words, host, ct)
-        if len(found) > 1:
-            raise UsageError(
-                f"{len(found)} runs were named, and this verb takes one",
-                next_step="give one run id; `dflashctl ps` lists them",
-            )
-        return found[0]
+        return _one(self.runs(words, host, ct))
+
+    def one_run_to_change(
+        self, words: Sequence[str] | None, host: str | None, ct: int | None, verb: str
+    ) -> RunRef:
+        """:raises RefusedError: it is somebody else's and was not named by its id."""
+        return self.pinned(_one(self.runs_to_change(words, host, ct, verb)), verb)
+
+
+def _one(found: list[RunRef]) -> RunRef:
+    if len(found) > 1:
+        raise UsageError(
+            f"{len(found)} runs were named, and this verb takes one",
+            next_step="give one run id; `dflashctl ps` lists them",
+        )
+    return found[0]
 
 
 @contextmanager
-def open_session(inventory: Path | None, *, ask: bool = True) -> Iterator[Session]:
+def open_session(
+    inventory: Path | None, *, ask: bool = True, patient: bool = True
+) -> Iterator[Session]:
     """Read the inventory; close every connection at the end.
 
     :param inventory: ``--inventory`` or ``$DFLASHCTL_INVENTORY``.
+    :param patient: wait for a frozen container, which may thaw; else say at once that it is.
     """
     laptop = LaptopPaths()
     state = LaptopState(laptop)
     known = inventories.load(laptop_path(inventory) if inventory else None, laptop)
-    with Fleet(state, ask=ask, notice=output.notice) as fleet:
+    with Fleet(state, ask=ask, patient=patient, notice=output.notice) as fleet:
         yield Session(laptop, known, state, fleet)
