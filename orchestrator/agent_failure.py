@@ -30,6 +30,11 @@ _KINDS: dict[str, tuple[type[DflashctlError], str]] = {
     "tmux.missing": (RefusedError, "install it in the container: apt install tmux"),
     "tmux.failed": (RefusedError, "`dflashctl doctor` looks at tmux and its socket"),
     "lease.held": (RefusedError, "wait for that run, stop it, or choose other GPUs"),
+    "command.not_found": (
+        NotFoundError,
+        "is it installed there, beside the inventory's `python` or on the PATH? "
+        "dflashctl exec NAME -- python -m pip install …, or -- apt-get install …",
+    ),
     "file.not_found": (NotFoundError, "check the path; a relative one is below the run's folder"),
     "file.unusable": (
         RefusedError,

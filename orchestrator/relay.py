@@ -123,7 +123,7 @@ class RelayLink:
 
     def _fail(self, error: DflashctlError) -> None:
         """As ssh and the host's shell would have told it: words on the error output."""
-        if kind_of(error) in ("file.not_found", "file.unusable"):
+        if kind_of(error) in ("command.not_found", "file.unusable"):
             self._errors.put(f"{self._argv[0]}: not found".encode())
             self._status = 127
         else:

@@ -67,8 +67,9 @@ def open_child(
             bufsize=0,
         )
     except OSError as error:
+        missing = isinstance(error, FileNotFoundError) and error.filename == command[0]
         raise AgentError(
-            from_os_error(error).kind,
+            "command.not_found" if missing else from_os_error(error).kind,
             f"cannot start {command[0]!r}: {error.strerror}",
             errno=error.errno,
             path=error.filename,

@@ -64,13 +64,13 @@ Error kinds
 agent.absent agent.corrupt agent.store (no room for the program anywhere) · protocol · op.unknown ·
 request.invalid (a field is missing or of the wrong type) · cancelled · dependency · timeout ·
 internal (detail: traceback) · os (detail: errno, name, path) · disk.full · disk.readonly (detail:
-path) · file.not_found, file.unusable (something else stands there, or not ours to touch; detail:
-path) · run.log_link · release.manifest (hostile or malformed; detail: line, path)
-· release.missing (detail: indices) · release.corrupt (a blob did not verify; detail: digest) ·
-release.not_found · release.in_use · run.not_found · run.conflict (same run id, other command) ·
-run.busy (double launch; detail: runs) · run.not_started (detail: pane, log, exit) · tmux.missing ·
-tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) · ct.not_found · ct.frozen ·
-lease.held (detail: leases)
+path) · command.not_found (``exec``; detail: path) · file.not_found, file.unusable (something else
+stands there, or not ours to touch; detail: path) · run.log_link · release.manifest (hostile or
+malformed; detail: line, path) · release.missing (detail: indices) · release.corrupt (a blob did not
+verify; detail: digest) · release.not_found · release.in_use · run.not_found · run.conflict (same
+run id, other command) · run.busy (double launch; detail: runs) · run.not_started (detail: pane,
+log, exit) · tmux.missing · tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) ·
+ct.not_found · ct.frozen · lease.held (detail: leases)
 
 Operations (fields → frames → result)
 =====================================

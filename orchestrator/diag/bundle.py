@@ -7,8 +7,8 @@
     report.txt      the same for reading
     run.json, environment.json    the run's own records, of a live run
 
-Secrets are taken out while writing. ``zstandard`` is an optional dependency; without it the file is
-a ``.tar.gz``.
+Secrets are taken out while writing. ``run.tar.gz`` is written where that is asked for: a
+``.tar.zst`` is smaller and needs ``zstandard``, an optional dependency.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shlex
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -147,12 +149,19 @@ def _unpacked(path: Path) -> Iterator[IO[bytes]]:
                 yield stream  # type: ignore[misc]
 
 
+def _install_zstandard() -> str:
+    """Into the environment that this runs in. One of pipx has no pip of its own."""
+    if Path(sys.prefix, "pipx_metadata.json").is_file():
+        return "pipx inject dflashctl zstandard"
+    return f"{shlex.quote(sys.executable)} -m pip install zstandard"
+
+
 def _zstandard() -> Any:
     try:
         import zstandard
     except ModuleNotFoundError:
         raise UsageError(
             "a .tar.zst bundle needs the package zstandard",
-            next_step="pip install 'dflashctl[diag]', or name the file .tar.gz",
+            next_step=f"{_install_zstandard()}; or name the file .tar.gz, which needs nothing",
         ) from None
     return zstandard

@@ -93,7 +93,7 @@ def unknown(e: Evidence, named: bool) -> Iterator[Finding]:
         + " and said nothing that is known here",
         [*last, *([record.line] if record else [])] or list(e.probes)[:2],
         "read the last lines: dflashctl tail -n 200 --no-follow\n"
-        "keep it for a person: dflashctl diag --bundle run.tar.zst",
+        "keep it for a person: dflashctl diag --bundle run.tar.gz",
         confidence=0.4,
     )
 

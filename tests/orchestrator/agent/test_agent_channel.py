@@ -67,7 +67,7 @@ def test_what_waits_for_a_failure_fails_with_its_cause(agent: Any) -> None:
     first = agent.send("exec", command=["/no/such/program"])
     second = agent.send("exec", command=["true"], after=[first])
     third = agent.send("exec", command=["true"], after=[second])
-    assert agent.error(second)["detail"] == {"id": first, "kind": "file.not_found"}
+    assert agent.error(second)["detail"] == {"id": first, "kind": "command.not_found"}
     assert agent.error(third)["kind"] == "dependency"
 
 

@@ -97,7 +97,7 @@ def test_the_whole_group_is_ended(agent: Any, how: str) -> None:
 
 def test_what_cannot_be_started_is_named(agent: Any, tmp_path: Path) -> None:
     error = agent.error(agent.send("exec", command=["/no/such"]))
-    assert error["kind"] == "file.not_found" and "/no/such" in error["message"]
+    assert error["kind"] == "command.not_found" and "/no/such" in error["message"]
     plain = tmp_path / "plain"
     plain.write_text("x")
     error = agent.error(agent.send("exec", command=[str(plain)]))

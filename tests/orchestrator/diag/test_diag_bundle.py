@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tarfile
 from pathlib import Path
 
@@ -92,6 +93,25 @@ def test_a_bundle_says_the_same_when_it_is_opened_again(name: str, tmp_path: Pat
     again = diagnose(Evidence.from_text(held.log, held.probes))
     assert again.as_dict() == report.as_dict()
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("pipx", [True, False])
+def test_without_zstandard_the_way_to_it_fits_the_installation(
+    pipx: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None makes the import fail as it does where the package is absent.
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    if pipx:
+        (tmp_path / "pipx_metadata.json").touch()
+    report = diagnose(Evidence.from_text("step 1\n"))
+    with pytest.raises(UsageError) as caught:
+        write_bundle(tmp_path / "x.tar.zst", log=None, probes={}, report=report)
+    step = caught.value.next_step
+    assert ("pipx inject dflashctl zstandard" in step) == pipx
+    assert (f"{sys.executable} -m pip install zstandard" in step) != pipx
+    write_bundle(tmp_path / "x.tar.gz", log=None, probes={}, report=report)
+    assert read_bundle(tmp_path / "x.tar.gz").probes == {}
 
 
 def test_members_are_plain_files_for_any_tool(tmp_path: Path) -> None:
