@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -147,11 +148,13 @@ def pull(
     destination: Path,
     *,
     wanted: Callable[[str], bool] = lambda path: True,
+    never_pushed: bool = False,
     notice: Notice,
     progress: Progress = lambda count: None,
 ) -> Pulled:
     """Fetch what ``source`` (fields of ``pull.list``) names; goes on after dropped links.
 
+    :param never_pushed: keep it out of what git and a push take from the folder it lies in.
     :raises TransferError: a file that does not verify; the others and its last state stay.
     """
     pulled = Pulled(destination)
@@ -161,6 +164,8 @@ def pull(
         try:
             channel = fleet.container(target)
             with writing(destination):
+                if never_pushed:
+                    ignore_itself(destination)
                 _pull_once(channel, source, pulled, wanted, notice, progress)
             return pulled
         except (ConnectionLost, HostUnreachable) as error:
@@ -171,6 +176,13 @@ def pull(
             notice(f"{target.name}: {error.what}; going on in {pause:g} s")
             fleet.drop(channel)
             time.sleep(pause)
+
+
+def ignore_itself(folder: Path) -> None:
+    """As a virtual environment does it. Whoever has another .gitignore there keeps it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError), (folder / ".gitignore").open("x") as stream:
+        stream.write("# Pulled out of a container by dflashctl: no part of the code.\n*\n")
 
 
 def _pull_once(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import stat
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TextIO
@@ -55,7 +58,8 @@ def execute(
     """Run one command in a container: dflashctl exec TARGET -- COMMAND...
 
     The command's own exit code is this one's; 128+N where signal N ended it. In several containers
-    it runs at once, each line marked with its container, and the highest code is this one's.
+    it runs at once, each line marked with its container, and the highest code is this one's. It
+    reads no input unless -i hands this one's on.
     """
     words: tuple[str, ...] = ctx.meta.get(COMMAND_KEY, ())
     if not words:
@@ -198,11 +202,31 @@ def _run(
     if emit:
         text = {name: bytes(data).decode(errors="replace") for name, data in heard.items()}
         emit({"host": target.host.name, "ct": target.ct, **answer, **text})
+    if not stdin and _waits_unread():
+        output.notice(f"{target.name}: the command got no input; exec -i hands it on")
     if answer.get("timed_out"):
         output.notice(f"{target.name}: the command was ended when its time was over")
     if answer.get("signal"):
         return 128 + int(answer["signal"])
     return int(answer.get("exit_code") or 0)
+
+
+def _waits_unread() -> bool:
+    """Whether somebody piped or redirected input to us. It is left alone: in a `while read` loop it
+    is the loop's."""
+    try:
+        descriptor = sys.stdin.fileno()
+        info = os.fstat(descriptor)
+        if stat.S_ISREG(info.st_mode):
+            return os.lseek(descriptor, 0, os.SEEK_CUR) < info.st_size
+        if not (stat.S_ISFIFO(info.st_mode) or stat.S_ISSOCK(info.st_mode)):
+            return False
+        waiting = bytearray(4)
+        fcntl.ioctl(descriptor, termios.FIONREAD, waiting)
+    except (OSError, ValueError, AttributeError):
+        # Closed, or none at all.
+        return False
+    return int.from_bytes(waiting, sys.byteorder) > 0
 
 
 def _input() -> Iterator[bytes]:

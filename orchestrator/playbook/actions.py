@@ -140,7 +140,7 @@ class Pull(Action):
     """``checkpoint`` (the newest complete one and the best, with logs and records), ``logs``,
     ``run`` (its whole folder), or a path."""
     to: str = "."
-    """Folder on this machine."""
+    """Folder on this machine; in it each run has its own, which ignores itself (.gitignore)."""
     run: Text = None
     """As in ``wait``."""
 

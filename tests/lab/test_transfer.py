@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,17 @@ def test_a_pull_brings_logs_and_records_and_no_secrets(
     assert again["files"] == 0 and again["unchanged"] > 4
 
 
+def test_a_pull_to_its_usual_place_is_not_pushed_by_the_next_launch(
+    cli: Cli, run_id: str, code: Path
+) -> None:
+    cli("pull", run_id, "--all", cwd=code, code=0)
+    assert (code / run_id / "checkpoints/step-2/weights").is_file()
+    for _ in ("plain", "git"):
+        paths = cli.json("push", "lab-201", "--dry-run", cwd=code)["paths"]
+        assert paths == ["start_training.sh"]
+        subprocess.run(["git", "init", "-q"], cwd=code, check=True)
+
+
 def test_one_path_alone(cli: Cli, lab: Lab, run_id: str, tmp_path: Path) -> None:
     cli("pull", run_id, "--path", "checkpoints/step-1/weights", "--to", tmp_path / "w", code=0)
     assert (tmp_path / "w/weights").stat().st_size == 3_000_000
@@ -134,6 +147,30 @@ def test_a_commands_streams_and_exit_code_are_its_own(cli: Cli) -> None:
     assert cli("exec", "lab-201", "--", "sh", "-c", "kill -9 $$").returncode == 137
     found = cli.json("exec", "lab-201", "--", "echo", "hi")
     assert (found["exit_code"], found["stdout"], found["ct"]) == (0, "hi\n", 201)
+
+
+def test_input_that_is_not_handed_on_is_told(cli: Cli, tmp_path: Path) -> None:
+    """It stays for whoever it was meant for: a `while read` loop goes on."""
+    line = f"{sys.executable} -m orchestrator.cli exec lab-201"
+    words = tmp_path / "words"
+    words.write_text("one\ntwo\n")
+    for script, got, rest, notices in (
+        (f"echo one | {{ {line} -- cat; cat; }}", "", "one\n", 1),
+        (f"echo one | {line} -i -- cat", "one\n", "", 0),
+        (f"{line} -- cat < {words}", "", "", 1),
+        (f"{line} -- cat < /dev/null", "", "", 0),
+        (f": | {line} -- cat", "", "", 0),
+    ):
+        done = subprocess.run(
+            ["sh", "-c", script],
+            env=cli.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout == got + rest, script
+        assert done.stderr.count("the command got no input; exec -i hands it on") == notices, script
 
 
 def test_ten_megabytes_on_both_streams_at_once(cli: Cli) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import release as releases
-from orchestrator import snapshot
+from orchestrator import snapshot, transfer
 from orchestrator.errors import RefusedError, TransferError, UsageError
 from orchestrator.paths import LaptopPaths
 from orchestrator.release import Entry, Release
@@ -79,6 +79,23 @@ def test_dflashignore_leaves_out_what_git_keeps(tree: Path, laptop: LaptopPaths)
     for name in ("data/x", "w.bin", "a.py"):
         (tree / name).write_text("x")
     assert set(listed(build(tree, laptop))) == {".dflashignore", "a.py"}
+
+
+def test_what_was_pulled_is_not_pushed_back(tree: Path, laptop: LaptopPaths) -> None:
+    (tree / "train.py").write_text("")
+    pulled = tree / "results" / "run-20260101-000000-00aa"
+    transfer.ignore_itself(pulled)
+    (pulled / "checkpoints/step-3").mkdir(parents=True)
+    (pulled / "checkpoints/step-3/model.safetensors").write_bytes(b"x")
+    (pulled / "stacks").mkdir()
+    (pulled / "train.log").write_text("")
+    assert listed(build(tree, laptop)) == {"train.py": "f"}
+
+
+def test_a_pull_leaves_an_ignore_file_that_is_there_alone(tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("*.bin\n")
+    transfer.ignore_itself(tmp_path)
+    assert (tmp_path / ".gitignore").read_text() == "*.bin\n"
 
 
 def test_a_path_too_long_for_a_container_is_refused_by_its_name(
