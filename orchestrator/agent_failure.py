@@ -22,7 +22,8 @@ _KINDS: dict[str, tuple[type[DflashctlError], str]] = {
     "run.not_found": (RunNotFound, "`dflashctl ps` lists the runs"),
     "run.busy": (
         RefusedError,
-        "follow it (`dflashctl tail`), stop it (`dflashctl stop`), or launch beside it: --force",
+        "follow it (dflashctl tail RUN), stop it if it is yours to stop (dflashctl stop RUN), or "
+        "launch beside it: --force",
     ),
     "run.conflict": (RefusedError, "launch again: each launch makes a run id of its own"),
     "run.log_link": (RefusedError, "give --log another path inside the container"),

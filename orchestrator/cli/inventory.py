@@ -40,7 +40,7 @@ def check(
 ) -> None:
     """Reach every container; exits 3 if one does not answer."""
     code = 0
-    with open_session(inventory, ask=False) as session:
+    with open_session(inventory, ask=False, patient=False) as session:
         known = session.inventory
         chosen = resolve(known, targets) if targets else everything(known)
         for asked in ask_all(session.fleet, chosen, limit=1):

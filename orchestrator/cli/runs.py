@@ -53,7 +53,7 @@ def ps(
     A container that does not answer is shown as unreachable, which says nothing about its runs;
     exits 3 if none answers.
     """
-    with open_session(inventory, ask=False) as session:
+    with open_session(inventory, ask=False, patient=False) as session:
         asked = session.targets(targets, host, ct) or everything(session.inventory)
         if not asked:
             newest = session.state.newest()

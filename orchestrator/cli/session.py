@@ -100,15 +100,17 @@ def _one(found: list[RunRef]) -> RunRef:
 
 @contextmanager
 def open_session(
-    inventory: Path | None, *, ask: bool = True, patient: bool = True
+    inventory: Path | None, *, ask: bool = True, patient: bool = True, quiet: bool = False
 ) -> Iterator[Session]:
     """Read the inventory; close every connection at the end.
 
     :param inventory: ``--inventory`` or ``$DFLASHCTL_INVENTORY``.
     :param patient: wait for a frozen container, which may thaw; else say at once that it is.
+    :param quiet: say nothing while it works: the whole screen is drawn.
     """
     laptop = LaptopPaths()
     state = LaptopState(laptop)
     known = inventories.load(laptop_path(inventory) if inventory else None, laptop)
-    with Fleet(state, ask=ask, patient=patient, notice=output.notice) as fleet:
+    notice = (lambda text: None) if quiet else output.notice
+    with Fleet(state, ask=ask, patient=patient, notice=notice) as fleet:
         yield Session(laptop, known, state, fleet)

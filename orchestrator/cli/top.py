@@ -33,7 +33,7 @@ def top(
 
     Ctrl-C leaves. Into a pipe, and with --json, it prints how things stand once.
     """
-    with open_session(inventory, ask=False) as session:
+    with open_session(inventory, ask=False, patient=False, quiet=True) as session:
         chosen = session.targets(targets, host, ct) or everything(session.inventory)
         if not chosen:
             newest = session.state.newest()

@@ -87,18 +87,26 @@ def test_frozen_at_any_moment_of_a_launch_and_thawed_it_starts_once(
     assert int(sleeping) == 1
 
 
-@pytest.mark.soak
-def test_frozen_for_good_is_told_as_such_and_nothing_is_called_failed(
+def test_frozen_for_good_is_told_by_its_host_and_nothing_is_called_failed(
     here: Cli, sick: Lab, code: Path
 ) -> None:
+    """What only looks or ends is not kept waiting; what starts something waits for a thaw, and
+    says so."""
     run_id = here.json("launch", CT, "--", "sleep", "3333", cwd=code)["run_id"]
     sick.freeze(301)
     try:
-        done = here("status", run_id, code=3)
+        for words in (("status", run_id), ("stop", run_id), ("doctor", CT), ("stop", CT)):
+            said = here(*words, code=3).stderr
+            assert "container 301 is frozen" in said and "lxc-unfreeze -n 301" in said, words
+            assert "did not start within" not in said, words
+        waiting = here.start("exec", CT, "--", "echo", "thawed")
+        assert waiting.stderr is not None
+        told = waiting.stderr.readline()
     finally:
         sick.thaw(301)
-    assert "may be frozen" in done.stderr and "pct status 301" in done.stderr
-    assert here.json("status", run_id)["state"] == "starting"
+    assert "lab/301 is frozen: waiting up to" in told
+    assert waiting.communicate(timeout=60)[0] == "thawed\n"
+    assert here.json("status", run_id)["state"] in ("starting", "training")
 
 
 @pytest.mark.slow
