@@ -83,6 +83,9 @@ class HostConnection:
             try:
                 self._connection = self._connect(find_route(self.host))
             except DflashctlError as error:
+                if self.host.near and isinstance(error, HostUnreachable):
+                    meant = f"did you mean {self.host.near!r}, which the inventory has? Else "
+                    error.next_step = meant + error.next_step
                 self._failure = (time.monotonic(), error)
                 raise
             return self._connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ class HostTarget(BaseModel):
     name: str
     """Its key in the inventory, or what the user typed."""
     settings: Host
+    near: str | None = None
+    """The inventory's host that is most like a name that it lacks: a slip, if not reached."""
 
     @property
     def address(self) -> str:
@@ -101,6 +104,9 @@ def resolve_host(inventory: Inventory, text: str) -> HostTarget:
             f"{text!r} is not a host: {error.errors()[0]['msg']}",
             next_step="give it as to ssh: NAME, USER@NAME or USER@NAME:PORT",
         ) from None
+    close = difflib.get_close_matches(match["name"] or "", inventory.hosts, n=1)
+    if close:
+        return HostTarget(name=text, settings=settings, near=close[0])
     return HostTarget(name=text, settings=settings)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.alarm import Notice, Throughput, Watched
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import ContainerNotRunning, DflashctlError
+from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Cards, Look, Looks, mean_use
 from orchestrator.run import RunSummary
@@ -163,7 +163,11 @@ def state_text(row: Row) -> str:
     error = row.watched.unreachable
     if row.run_id is None and error is None:
         return "idle"
-    return "off" if isinstance(error, ContainerNotRunning) else row.watched.state
+    if isinstance(error, ContainerNotRunning):
+        return "off"
+    # It answered, and will not do: a missing interpreter is no dead link. `ps` says the same.
+    refused = error is not None and error.exit_code != UnreachableError.exit_code
+    return "unknown" if refused else row.watched.state
 
 
 def _join(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -67,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     def config(made: argparse.ArgumentParser) -> None:
-        made.add_argument("config", type=Path, help="YAML; trainer/config.py documents each field")
+        where = "docs/reference/config.md of dflashctl describes each field"
+        made.add_argument("config", type=Path, help=f"YAML; {where}")
 
     train = verb("train", "train", "make or load the data, train, evaluate")
     config(train)

@@ -292,7 +292,7 @@ def parse_config(tree: dict[str, Any], *, source: str, base: Path) -> TrainConfi
         lines = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
         raise ConfigError(
             f"{source} is not a valid config:\n{lines}",
-            next_step="mend these fields; trainer/config.py documents each",
+            next_step="mend these fields; docs/reference/config.md of dflashctl describes each",
         ) from None
     return _absolute(config, base.resolve())
 

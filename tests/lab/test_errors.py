@@ -47,6 +47,9 @@ def said(cli: Cli, code: int, *words: str, cwd: Path) -> str:
 def test_a_host_name_that_is_none(cli: Cli, code: Path) -> None:
     text = said(cli, 3, "launch", "--host", "no-such-host.invalid", "--ct", "200", cwd=code)
     assert "no-such-host.invalid" in text and "no such host name" in text
+    assert "did you mean" not in text
+    slip = said(cli, 3, "launch", "--host", "lba", "--ct", "200", cwd=code)
+    assert "did you mean 'lab', which the inventory has?" in slip
 
 
 def test_a_closed_port(cli: Cli, lab: Lab, code: Path, tmp_path: Path) -> None:
@@ -350,7 +353,9 @@ def test_no_tmux(poor: Cli, poor_lab: Lab, code: Path) -> None:
 
 def test_a_disk_too_small(poor: Cli, poor_lab: Lab, code: Path) -> None:
     text = said(poor, 4, "launch", "lab-212", cwd=code)
-    assert "/workspace has only" in text
+    assert "/workspace has only" in text and "a run needs 1.1 GB" in text
+    assert "--force does not pass this" in text
+    assert "/workspace has only" in said(poor, 4, "launch", "lab-212", "--force", cwd=code)
 
 
 def test_no_python_at_all(poor: Cli, poor_lab: Lab, code: Path, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.alarm import Watched
-from orchestrator.errors import HostUnreachable
+from orchestrator.errors import ContainerNotRunning, DflashctlError, HostUnreachable, RefusedError
 from orchestrator.run import RunSummary
 from orchestrator.terminal_text import fit_run
-from orchestrator.top import Alarm, Row, column_widths, frame, sparkline
+from orchestrator.top import Alarm, Row, column_widths, frame, sparkline, state_text
 
 RUN = "nightly-20260101-120000-ab12"
 
@@ -48,6 +48,21 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         one.rates = [1.0] * 500
     lines = texts(rows, width, [Alarm("12:00:00", RUN + "-" * 60, "x" * 300)])
     assert max(len(line) for line in lines) <= max(width, 72)
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (HostUnreachable("no answer"), "unreachable"),
+        (ContainerNotRunning("it is stopped"), "off"),
+        # As `ps` calls it: it was reached, and lacks what would answer.
+        (RefusedError("the container has no /opt/venv/bin/python"), "unknown"),
+    ],
+)
+def test_why_a_container_is_silent(error: DflashctlError, word: str) -> None:
+    silent = Row("a")
+    silent.watched.miss(error)
+    assert state_text(silent) == word
 
 
 def test_at_120_columns_a_run_id_is_whole() -> None:
