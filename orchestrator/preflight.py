@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,22 @@ NEXT_STEPS = {
     "workdir": "make it writable, or set `workdir` of the container in the inventory",
     "gpu": "pass the GPU through to the container, or correct `gpus` in the inventory",
     "shm": "give the container a larger /dev/shm: data loaders and NCCL use it",
-    "limits": "raise the limit in the container's configuration on the host",
+    "limits": "on the host, in /etc/pve/lxc/{ct}.conf: lxc.prlimit.memlock: unlimited, "
+    "lxc.prlimit.nofile: 1048576; then pct reboot {ct}",
     "memory": "raise the container's memory limit: pct set {ct} --memory MIB",
-    "locale": "dflashctl sets LC_ALL=C.UTF-8 for the run",
     "clock": "set the host's clock (chrony): ages are reckoned on the container's own",
     "cpu": "give the container more cores, or start fewer workers",
     "runs": "wait for it, stop it, or launch beside it with --force",
 }
+
+
+# Of the system's own interpreter: Debian refuses pip there.
+PEP_668 = (
+    "Debian keeps pip out of its own Python (PEP 668): dflashctl exec {name} -- python3 -m venv "
+    "/opt/venv; dflashctl exec {name} -- /opt/venv/bin/python -m pip install {missing}; then set "
+    "`python: /opt/venv/bin/python` in the inventory"
+)
+SYSTEM_PYTHON = re.compile(r"(?:/usr)?(?:/bin/)?python[\d.]*")
 
 
 @dataclass(frozen=True)
@@ -107,10 +117,25 @@ def _check(name: str, found: dict[str, Any], target: Target) -> Check:
     value = found.get("value")
     text = str(found.get("error") or "") or _words(value)
     missing = " ".join(value.get("missing", [])) if isinstance(value, dict) else ""
-    step = NEXT_STEPS.get(name, "").format(
-        python=target.settings.python, missing=missing, ct=target.ct
-    )
+    python = target.settings.python
+    step = NEXT_STEPS.get(name, "")
+    if missing and SYSTEM_PYTHON.fullmatch(python):
+        step = PEP_668
+    step = step.format(python=python, missing=missing, ct=target.ct, name=target.name)
+    if name == "locale" and not ok:
+        # No launch need warn of what it mends itself.
+        ok, text = True, f"{text}: dflashctl sets LC_ALL=C.UTF-8 for the run"
     return Check(name, ok, name in REQUIRED, text or "none", "" if ok else step)
+
+
+def stacks(found: bool, target: Target) -> Check:
+    """Whether ``diag`` can see where a silent run stands; only ``doctor`` asks."""
+    python = target.settings.python
+    step = f"{python} -m pip install py-spy in the container, or pip install py-spy on the host"
+    if found:
+        return Check("stacks", True, False, "py-spy")
+    text = "no py-spy, neither beside the container's interpreter nor on the host: of a run that"
+    return Check("stacks", False, False, f"{text} hangs diag shows no Python stacks", step)
 
 
 def _compared(clock: dict[str, Any], now: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import resource
@@ -170,6 +171,8 @@ def _limits() -> dict[str, Any]:
     ):
         _, hard = resource.getrlimit(number)
         value[name] = None if hard == resource.RLIM_INFINITY else hard
+        if name == "locked_memory" and not glob.glob("/dev/nvidia[0-9]*"):
+            continue  # Only a GPU's driver and NCCL lock memory.
         if hard != resource.RLIM_INFINITY and hard < wanted:
             shown = f"{hard / 1e6:.0f} MB" if number == resource.RLIMIT_MEMLOCK else str(hard)
             low.append(f"{name.replace('_', ' ')} is limited to {shown}")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from orchestrator import preflight
+from orchestrator.channel import AgentChannel
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
-from orchestrator.errors import DflashctlError, RefusedError
+from orchestrator.errors import DflashctlError, NotFoundError, RefusedError
 from orchestrator.fanout import each
 from orchestrator.fleet import Fleet
+from orchestrator.request import Request
 from orchestrator.target import Target
 
 
@@ -58,7 +61,28 @@ def _look(
     with fleet.container(target) as channel:
         fields = preflight.request_fields(target, modules, None)
         asked = channel.request("preflight", **fields)
-        return channel.hello(), preflight.read(asked.result(), target)
+        spy = _asks_py_spy(channel, target.settings.python)
+        checks = preflight.read(asked.result(), target)
+        seen = _answers(spy)
+        if not seen and target.ct is not None:
+            host = target.host
+            with contextlib.suppress(DflashctlError):
+                seen = _answers(_asks_py_spy(fleet.host(host), host.settings.python))
+        return channel.hello(), [*checks, preflight.stacks(seen, target)]
+
+
+def _asks_py_spy(channel: AgentChannel, python: str) -> Request:
+    return channel.request("exec", command=["py-spy", "--version"], python=python, timeout_s=5)
+
+
+def _answers(asked: Request) -> bool:
+    """A program that is not there is an error frame."""
+    try:
+        for _ in asked.frames():
+            pass
+        return bool(asked.result()["exit_code"] == 0)
+    except (NotFoundError, RefusedError):
+        return False
 
 
 def _show(check: preflight.Check) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -167,6 +168,23 @@ def test_a_running_job_keeps_its_own_release(cli: Cli, lab: Lab, code: Path) -> 
     (code / "data/name").write_text("another")
     cli("push", "lab-201", cwd=code, code=0)
     assert "the lab" in cli("tail", first, code=0).stdout
+
+
+def test_doctor_warns_where_nobody_could_see_the_stacks_of_a_run(cli: Cli) -> None:
+    """py-spy beside the container's interpreter is enough, and so is the host's own."""
+    spy = "/srv/python/bin/py-spy"
+
+    def stacks() -> dict[str, Any]:
+        checks = cli.json("doctor", "lab-201", "--no-trainer")["checks"]
+        return next(check for check in checks if check["name"] == "stacks")
+
+    if not shutil.which("py-spy", path="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"):
+        assert not stacks()["ok"] and "py-spy" in stacks()["next"]
+    cli("exec", "lab-201", "--", "ln", "-s", "/bin/true", spy, code=0)
+    try:
+        assert stacks()["ok"]
+    finally:
+        cli("exec", "lab-201", "--", "rm", spy, code=0)
 
 
 def test_what_one_starts_by_name_is_the_inventorys_interpreter(cli: Cli, code: Path) -> None:

@@ -176,6 +176,26 @@ def test_missing_modules_come_with_the_command_that_installs_them() -> None:
     assert check.next_step.endswith("/opt/py/bin/python -m pip install torch pydantic")
 
 
+@pytest.mark.parametrize("python", ["python3", "/usr/bin/python3.11"])
+def test_debians_own_interpreter_takes_no_pip(python: str) -> None:
+    target = TARGET.model_copy(update={"settings": ContainerSettings(python=python)})
+    found = {"ok": False, "error": "no torch", "value": {"missing": ["torch"]}}
+    (check,) = read({"checks": {"modules": found}}, target)
+    assert f"dflashctl exec {target.name} -- python3 -m venv /opt/venv" in check.next_step
+    assert "/opt/venv/bin/python -m pip install torch" in check.next_step
+    assert f"{python} -m pip" not in check.next_step
+
+
+def test_what_dflashctl_mends_itself_is_no_warning() -> None:
+    (check,) = read({"checks": {"locale": {"ok": False, "error": "no UTF-8 locale"}}}, TARGET)
+    assert check.ok and "LC_ALL=C.UTF-8" in check.text
+
+
+def test_a_low_limit_comes_with_the_line_that_raises_it() -> None:
+    (check,) = read({"checks": {"limits": {"ok": False, "error": "locked memory"}}}, TARGET)
+    assert "/etc/pve/lxc/200.conf: lxc.prlimit.memlock: unlimited" in check.next_step
+
+
 def test_the_gpus_of_a_run_are_the_named_ones_else_all_that_are_seen() -> None:
     visible = [{"index": n, "uuid": f"GPU-{n}"} for n in range(3)]
     checks = {"gpu": {"ok": True, "value": {"visible": visible}}}

@@ -79,6 +79,16 @@ STDERR = {
         RefusedError,
         "apt install python3",
     ),
+    "an environment that is still to be made": (
+        'lxc-attach: 202: x: No such file or directory - Failed to exec "/opt/venv/bin/python"',
+        RefusedError,
+        "pct exec 202 -- python3 -m venv /opt/venv ",
+    ),
+    "no system python": (
+        'lxc-attach: 202: x: No such file or directory - Failed to exec "/usr/bin/python3"',
+        RefusedError,
+        "apt install python3",
+    ),
     "not executable": (
         'lxc-attach: 202: x: Permission denied - Failed to exec "/srv/python"',
         RefusedError,
