@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Annotated, Any
 
 import typer
@@ -170,6 +171,7 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
         ("command", " ".join(map(str, answer.get("command") or []))),
         ("release", answer.get("release")),
         ("launched by", answer.get("who")),
+        ("stopped by", _stopped_by(answer)),
         ("step", f"{run.step}/{run.steps}" if run.step is not None else None),
         ("loss", f"{run.loss:.4f}" if run.loss is not None else None),
         ("tau", f"{run.tau:.2f}" if run.tau is not None else None),
@@ -189,6 +191,17 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
 
 def _restarted(answer: dict[str, Any]) -> bool:
     return len(answer.get("attempts") or []) > 1
+
+
+def _stopped_by(answer: dict[str, Any]) -> str | None:
+    """``ben@vm at 2026-09-01 10:59:55``, by this laptop's clock as a person reads it."""
+    stop = (answer.get("exit") or {}).get("stop") or {}
+    who, at = stop.get("who"), stop.get("time")
+    if answer.get("state") != "stopped" or not who:
+        return None
+    if not isinstance(at, (int, float)):
+        return str(who)
+    return f"{who} at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}"
 
 
 def _git(meta: dict[str, Any]) -> str | None:

@@ -12,7 +12,11 @@ from orchestrator.diag.rules.python import unknown
 def diagnose(evidence: Evidence) -> Report:
     """Findings with the root cause first; ``Report.healthy`` if none is fatal or a warning."""
     found: list[Finding] = [finding for rule in RULES for finding in rule(evidence)]
-    named = any(f.severity == "fatal" for f in found)
+    # An interruption in good order is no fault, but it is how the run ended.
+    named = any(
+        f.severity == "fatal" or (f.code == "run.interrupted" and f.severity != "info")
+        for f in found
+    )
     found += unknown(evidence, named)
     findings = ranked(found)
     context = {f"{f.code}:{f.position}": _context(evidence, f) for f in findings[:3] if f.position}

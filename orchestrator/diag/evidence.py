@@ -204,6 +204,7 @@ class Evidence:
         severity: Severity = "fatal",
         confidence: float = 0.9,
         lasting: bool = False,
+        wanted: bool = False,
     ) -> Finding:
         """A finding from the places ``at``.
 
@@ -232,6 +233,7 @@ class Evidence:
             extent,
             rank,
             recovered and not lasting,
+            wanted=wanted,
         )
 
 

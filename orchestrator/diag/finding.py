@@ -48,6 +48,8 @@ class Finding:
     recovered: bool = False
     """The run went on after it, so it did not end the run."""
     consequences: tuple[Finding, ...] = ()
+    wanted: bool = False
+    """Somebody asked for it: it explains what followed, and none of that is a fault."""
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -65,6 +65,9 @@ class Exit:
     shell: int | None = None
     pipe: tuple[int, ...] = ()
     reason: str = ""
+    stopped_by: str = ""
+    """Who asked our supervisor to stop it; ``a signal`` where only that came."""
+    stopped_at: float | None = None
 
 
 class Probes:
@@ -269,6 +272,9 @@ def _exit(probe: Probe) -> Exit | None:
     signal = value.get("signal")
     if isinstance(signal, str):
         signal = SIGNALS.get(signal.upper().removeprefix("SIG"))
+    stop = value.get("stop") if value.get("reason") == "stopped" else None
+    stop = stop if isinstance(stop, dict) else {}
+    at = stop.get("time")
     return Exit(
         probe.lines[0],
         code,
@@ -276,6 +282,8 @@ def _exit(probe: Probe) -> Exit | None:
         shell,
         pipe,
         str(value.get("reason") or ""),
+        str(stop.get("who") or ""),
+        float(at) if isinstance(at, (int, float)) else None,
     )
 
 

@@ -122,6 +122,9 @@ def explains(cause: Finding, effect: Finding) -> bool:
         return False  # the same exception, or one after it
     if cause.code == "run.interrupted" and cause.position > effect.position > 0:
         return False
+    if cause.wanted and not cause.position and effect.position:
+        # Only the record tells of the stop: an exception may be what made somebody ask for it.
+        return effect.code in ("run.killed", "exit.masked")
     if cause.position and effect.position and cause.position > effect.position + 40:
         # Later in the log than its alleged effect; buffered ranks shift by a screenful at most.
         return (
@@ -169,6 +172,7 @@ def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             )
         children.setdefault(cause, []).append(effect)
     whole = [_with(root, children.get(i, [])) for i, root in enumerate(roots)]
+    whole = [_remark(root) if root.wanted else root for root in whole]
     return tuple(sorted(whole, key=lambda f: ORDER[f.severity]))
 
 
@@ -177,6 +181,12 @@ def _with(root: Finding, effects: list[Finding]) -> Finding:
     worst = min([root, *effects], key=lambda f: ORDER[f.severity]).severity
     ordered = tuple(sorted(effects, key=_order))
     return replace(root, severity=worst, consequences=ordered)
+
+
+def _remark(finding: Finding) -> Finding:
+    """What somebody asked for is no fault, nor is what came of it."""
+    after = tuple(_remark(one) for one in finding.consequences)
+    return replace(finding, severity="info", consequences=after)
 
 
 def _order(finding: Finding) -> tuple[int, int, int, float]:

@@ -49,14 +49,18 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
         worker += e.search(r"DataLoader worker \(pid\(s\) [^)]*\) exited unexpectedly")
     said = e.search(*OOM_LOG, probes=False)
     record = e.outcome.exit
+    stopped = record is not None and bool(record.stopped_by)  # the KILL is our own last resort
     by_kill = bool(worker) or (
         record is not None
+        and not stopped
         and (record.signal == 9 or 137 in (record.code, record.shell, *record.pipe))
     )
     if record is not None and (record.signal == 15 or 143 in (record.code, record.shell)):
         # earlyoom asks before it kills.
         by_kill = by_kill or any("SIGTERM" in li.text for li in kernel)
-    ended = record is not None and (record.code is not None or record.signal not in (None, 9))
+    ended = record is not None and (
+        stopped or record.code is not None or record.signal not in (None, 9)
+    )
     if ended and not by_kill and not said:
         return  # it ended by a code of its own: these kills are somebody else's or long past
     if counters and not _full_story(counters, kernel, by_kill, e):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 from orchestrator.diag.evidence import Evidence, Hit
-from orchestrator.diag.finding import Finding
+from orchestrator.diag.finding import Finding, Severity
 from orchestrator.diag.probes import SIGNAL_NAMES, SIGNALS, Probe
 from orchestrator.diag.rules.shared import container_of
 from orchestrator.diag.steps import read_series
@@ -187,9 +188,16 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
         # A command may have nothing to say; that nothing was trained is still worth a word.
-        severity="warning" if e.outcome.state == "finished" else "fatal",
+        severity=_weight(e, bool(words or prompt)),
         confidence=0.9 if words or prompt else 0.7,
     )
+
+
+def _weight(e: Evidence, why_known: bool) -> Severity:
+    record = e.outcome.exit
+    if record is not None and record.stopped_by and not why_known:
+        return "info"  # somebody stopped it before it had a word to say
+    return "warning" if e.outcome.state == "finished" else "fatal"
 
 
 def _stands_still(e: Evidence) -> bool:
@@ -215,7 +223,9 @@ def _bookkeeping(line: Line) -> bool:
 def interrupted(e: Evidence) -> Iterator[Finding]:
     """Python's ``KeyboardInterrupt``, torchrun's ``Received 2 death signal`` / ``got signal: 2``,
     exit 130, the supervisor's reason ``stopped``."""
-    if e.outcome.state == "finished":
+    record = e.outcome.exit
+    asked = record is not None and bool(record.stopped_by)
+    if e.outcome.state == "finished" and not asked:
         return
     at: list[Hit | Line | Probe] = []
     at += e.search(
@@ -232,22 +242,50 @@ def interrupted(e: Evidence) -> Iterator[Finding]:
         r'"event": ?"(?:stopped|stopping)"',
     )
     at = [a for a in at if not (isinstance(a, Hit) and e.recovered(a.line))]
-    record = e.outcome.exit
     if record is not None and (
         record.signal == 2
         or 130 in (record.code, record.shell, *record.pipe)
         or re.search(r"stop|interrupt|cancel", record.reason)
     ):
         at.append(record.line)
-    if at:
+    if record is not None and record.stopped_by not in ("", BY_SIGNAL):
         yield e.found(
             "run.interrupted",
-            "the run was stopped by a person or by `stop`",
+            f"stopped by {record.stopped_by}{_at_time(record.stopped_at)}",
+            [record.line, *(a for a in at if a is not record.line)][:4],
+            f"nothing is broken: {e.go_on}",
+            confidence=0.99,
+            wanted=True,
+        )
+    elif at:
+        by_signal = record is not None and record.stopped_by == BY_SIGNAL
+        when = _at_time(record.stopped_at) if record is not None else ""
+        yield e.found(
+            "run.interrupted",
+            f"a signal told the run to stop{when}: Ctrl-C in its pane, or the container's shutdown"
+            if by_signal
+            else "the run was stopped by a person or by `stop`",
             at[:4],
-            f"nothing is broken: {e.go_on}\nwho stopped it: dflashctl status --json",
-            severity="fatal" if e.outcome.state != "running" else "info",
+            f"nothing is broken: {e.go_on}\n"
+            "who stopped it: dflashctl status; on the host the task log",
+            # What our supervisor recorded is at least an end in good order.
+            severity="info"
+            if e.outcome.state == "running"
+            else "warning"
+            if by_signal
+            else "fatal",
             confidence=0.85,
         )
+
+
+BY_SIGNAL = "a signal"
+"""Whom our supervisor names where it got a signal and no `stop` had been asked for."""
+
+
+def _at_time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return datetime.fromtimestamp(seconds, UTC).strftime(" at %Y-%m-%d %H:%M:%S UTC")
 
 
 _SIGNALLED = (
