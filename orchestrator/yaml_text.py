@@ -6,6 +6,7 @@ PyYAML's own faults come in many kinds: a date of month 13 is a ``ValueError``, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,12 +42,51 @@ def parse(text: str) -> tuple[Any, dict[Where, int]]:
         return loader.construct_document(node), lines
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error)
-        raise YamlFault(problem, mark.line + 1 if mark else None) from None
+        raise YamlFault(_in_words(error), mark.line + 1 if mark else None) from None
     except RecursionError:
         raise YamlFault("it is nested too deeply") from None
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise YamlFault(f"a value does not fit its type: {error}") from None
+
+
+# libyaml speaks of its own grammar, and names the place where it gave up, not where it began.
+_WORDS = (
+    (
+        r"did not find expected node content",
+        "a value is missing, or it begins with a character "
+        "that YAML reserves (% @ `): put it in quotes",
+    ),
+    (
+        r"did not find expected key",
+        "no key where one should stand: is the indentation that of its "
+        "neighbours, and every bracket and quote closed?",
+    ),
+    (
+        r"did not find expected '-' indicator",
+        "the list ends here without a word: does each of its "
+        "entries begin with - at the same indentation?",
+    ),
+    (
+        r"cannot start any token",
+        "a tab, or a character that YAML reserves (% @ `): indent with "
+        "spaces, put the value in quotes",
+    ),
+    (
+        r"mapping values are not allowed",
+        "a second `: ` on one line: put the value in quotes, or begin a new line",
+    ),
+)
+
+
+def _in_words(error: yaml.YAMLError) -> str:
+    said = getattr(error, "problem", None) or str(error)
+    words = next((words for pattern, words in _WORDS if re.search(pattern, said)), said)
+    what = re.match(r"while (?:parsing|scanning) an? (.*)", getattr(error, "context", None) or "")
+    began = getattr(error, "context_mark", None)
+    mark = getattr(error, "problem_mark", None)
+    if what is None or began is None or mark is None or began.line == mark.line:
+        return words
+    return f"{words} (in the {what[1]} that begins in line {began.line + 1})"
 
 
 def _lines(node: yaml.Node, where: Where, seen: set[int]) -> Iterator[tuple[Where, int]]:

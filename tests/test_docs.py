@@ -46,7 +46,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_references_are_what_the_code_says() -> None:
-    assert generate.stale() == [], "run: python docs/generate.py"
+    assert generate.stale() == [], "run: .venv/bin/python docs/generate.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)

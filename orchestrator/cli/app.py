@@ -154,6 +154,8 @@ def build() -> typer.Typer:
     app = typer.Typer(
         cls=VerbGroup,
         rich_markup_mode=None,
+        # Typer's own would complete no target and no run: `dflashctl completion` does.
+        add_completion=False,
         pretty_exceptions_enable=False,
         no_args_is_help=True,
         help="Launch, watch and diagnose DFlash drafter training in Proxmox containers.",

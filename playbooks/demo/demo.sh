@@ -1,7 +1,7 @@
 #!/bin/sh
 # The whole story on one machine, with the commands a user types: a loopback Proxmox host, a launch
 # into its container 200, the log, the diagnosis, the drafter back on the laptop.
-# Called by `make demo`, which installs what it needs. About 15 minutes on two cores.
+# Called by `make demo`, which installs what it needs. About 12 minutes on two cores.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)

@@ -48,6 +48,38 @@ def test_defaults_fill_what_a_container_leaves_out(tmp_path: Path) -> None:
     assert known.groups() == {"train": ["a", "b"], "small": ["b"]}
 
 
+def test_every_mistake_is_told_with_its_line_and_a_next_step(tmp_path: Path) -> None:
+    text = "hosts:\n  a: {address: x, usr: root}\ncontainers:\n  c: {host: a, ct: nine}\n"
+    told = refusal(tmp_path, text)
+    assert ":2: unknown key 'usr'" in told and "did you mean 'user'?" in told
+    assert ":4: containers c ct" in told
+    assert "next: " in told and "more" not in told
+
+
+def test_of_very_many_mistakes_the_rest_is_counted(tmp_path: Path) -> None:
+    keys = ", ".join(f"bad{n}: 1" for n in range(12))
+    told = refusal(tmp_path, f"hosts:\n  a: {{address: x, {keys}}}\n")
+    assert told.count("unknown key") == 8 and "and 4 more" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("hosts:\n  a: {address: x, user: }, }\n", ":2: "),
+        ("hosts:\n  a: %x\n", "put the value in quotes"),
+        ("hosts:\n\ta: {address: x}\n", "a tab"),
+        ("hosts:\n  a:\n    groups: [,]\n", "a value is missing"),
+        ("hosts:\n  a: {address: x\ncontainers:\n  c: {}\n", "that begins in line 2"),
+        ("hosts:\n  a: b: c\n", "a second `: ` on one line"),
+        ("hosts:\n  a: {}\n b: {}\n", "is the indentation that of its neighbours"),
+    ],
+)
+def test_a_fault_of_yaml_is_told_in_words_that_help(tmp_path: Path, text: str, words: str) -> None:
+    told = refusal(tmp_path, text)
+    assert words in told and "next: " in told
+    assert "did not find expected node" not in told and "start any token" not in told
+
+
 def test_aliases_of_aliases_are_read_once(tmp_path: Path) -> None:
     steps = [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60)]
     text = "\n".join(["a0: &a0 {x: 1}", *steps])
