@@ -148,23 +148,26 @@ def pull(
     destination: Path,
     *,
     wanted: Callable[[str], bool] = lambda path: True,
-    never_pushed: bool = False,
+    own_folder: bool = False,
     notice: Notice,
     progress: Progress = lambda count: None,
 ) -> Pulled:
     """Fetch what ``source`` (fields of ``pull.list``) names; goes on after dropped links.
 
-    :param never_pushed: keep it out of what git and a push take from the folder it lies in.
+    A folder that is made for it is kept out of what git and a push take from the one it lies in.
+
+    :param own_folder: the destination is this pull's alone, also where it is there already.
     :raises TransferError: a file that does not verify; the others and its last state stay.
     """
     pulled = Pulled(destination)
     channel: AgentChannel | None = None
     attempt = 0
+    ignored = own_folder or not destination.exists()
     while True:
         try:
             channel = fleet.container(target)
             with writing(destination):
-                if never_pushed:
+                if ignored:
                     ignore_itself(destination)
                 _pull_once(channel, source, pulled, wanted, notice, progress)
             return pulled

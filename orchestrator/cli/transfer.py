@@ -129,8 +129,8 @@ def pull(
 ) -> None:
     """Fetch a run's logs, records, newest and best checkpoint, verified; goes on after a cut.
 
-    A second pull fetches only what changed. The folder ./RUN ignores itself (.gitignore), so that
-    the next launch or commit does not take it along; one given by --to does not.
+    A second pull fetches only what changed. A folder that it makes ignores itself (.gitignore), so
+    that the next launch or commit does not take it along.
     """
     with open_session(inventory) as session:
         ref = session.one_run(runs, host, ct)
@@ -154,7 +154,7 @@ def pull(
                 source,
                 laptop_path(to or run_id),
                 wanted=wanted,
-                never_pushed=to is None,
+                own_folder=to is None,
                 notice=output.notice,
                 progress=meter,
             )

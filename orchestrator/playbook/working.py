@@ -168,7 +168,7 @@ def pull(stage: Stage, action: actions.Pull) -> Done:
             source,
             laptop_path(action.to) / run_id,
             wanted=wanted,
-            never_pushed=True,
+            own_folder=True,
             notice=stage.notice,
         )
         files, size = files + pulled.files, size + pulled.bytes

@@ -34,3 +34,15 @@ def test_a_session_that_is_gone_points_to_the_log(cli: Cli, code: Path) -> None:
     assert done.returncode in {0, 4}
     if done.returncode == 4:
         assert f"dflashctl tail {run_id}" in done.stderr
+
+
+def test_a_terminal_that_the_container_does_not_know_gets_one_that_it_does(
+    cli: Cli, code: Path
+) -> None:
+    cli("launch", "lab-201", "--", "sleep", "60", cwd=code, code=0)
+    cli.extra["TERM"] = "xterm-nobodys"
+    done = cli("attach", "--dry-run", code=0)
+    assert "TERM=xterm-256color" in done.stdout
+    assert "knows no terminal 'xterm-nobodys': attached as xterm-256color" in done.stderr
+    cli.extra["TERM"] = "xterm-256color"
+    assert cli("attach", "--dry-run", code=0).stderr == ""

@@ -71,7 +71,9 @@ def test_a_pull_brings_logs_and_records_and_no_secrets(
     cli: Cli, lab: Lab, run_id: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
+    out.mkdir()
     cli("pull", run_id, "--all", "--to", out, code=0)
+    assert not (out / ".gitignore").exists()
     for path in ("train.log", "run.json", "exit.json", "checkpoints/step-2/weights"):
         assert same(lab, run_id, path, out)
     assert not (out / "start.json").exists()
@@ -84,11 +86,14 @@ def test_a_pull_brings_logs_and_records_and_no_secrets(
     assert again["files"] == 0 and again["unchanged"] > 4
 
 
-def test_a_pull_to_its_usual_place_is_not_pushed_by_the_next_launch(
+def test_what_a_pull_brought_is_not_pushed_by_the_next_launch(
     cli: Cli, run_id: str, code: Path
 ) -> None:
-    cli("pull", run_id, "--all", cwd=code, code=0)
-    assert (code / run_id / "checkpoints/step-2/weights").is_file()
+    """Wherever it made a folder for it; in one that was there nothing but the run's files comes."""
+    for to in ((), ("--to", "results/best")):
+        cli("pull", run_id, "--all", *to, cwd=code, code=0)
+    for folder in (code / run_id, code / "results/best"):
+        assert (folder / "checkpoints/step-2/weights").is_file()
     for _ in ("plain", "git"):
         paths = cli.json("push", "lab-201", "--dry-run", cwd=code)["paths"]
         assert paths == ["start_training.sh"]
