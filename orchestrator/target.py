@@ -79,8 +79,11 @@ def resolve(
 
 
 def everything(inventory: Inventory) -> list[Target]:
-    """Every container of the inventory."""
-    return [_from_inventory(inventory, name) for name in inventory.containers]
+    """Every container of the inventory once, by the first of its names."""
+    found: dict[tuple[str, int], str] = {}
+    for name, container in inventory.containers.items():
+        found.setdefault((container.host, container.ct), name)
+    return [_from_inventory(inventory, name) for name in found.values()]
 
 
 def resolve_host(inventory: Inventory, text: str) -> HostTarget:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import RefusedError, UsageError
@@ -12,6 +13,7 @@ from orchestrator.target import Target
 # It imports torch and reads the target's tokenizer: 3 s from a warm disk, 15 s from a cold one.
 # Who waits longer than this is told for what.
 SILENT_S = 1.0
+AGAIN_S = 20.0
 
 
 def argv(target: Target, config: str) -> list[str]:
@@ -32,14 +34,13 @@ def check(
     :raises UsageError: with the trainer's own message.
     :raises RefusedError: too little memory, or it could not be asked.
     """
-    waiting = f"{target.name}: the trainer checks {config} there; importing torch can take 15 s"
-    told = threading.Timer(SILENT_S, notice, [waiting])
-    told.daemon = True
-    told.start()
+    over = threading.Event()
+    telling = partial(_tell_waiting, over, f"{target.name}: the trainer checks {config}", notice)
+    threading.Thread(target=telling, daemon=True).start()
     try:
         code, said = _ask(channel, target, config, variables, release_path)
     finally:
-        told.cancel()
+        over.set()
     if code == 0:
         return
     # Libraries may have warned before the trainer's own message.
@@ -53,6 +54,20 @@ def check(
         host=target.host.name,
         ct=target.ct,
     )
+
+
+def _tell_waiting(over: threading.Event, what: str, notice: Callable[[str], None]) -> None:
+    """Why nothing is seen yet, again and again until it is ``over``."""
+    if over.wait(SILENT_S):
+        return
+    notice(f"{what} there; importing torch can take 15 s")
+    waited = SILENT_S
+    while not over.wait(AGAIN_S):
+        waited += AGAIN_S
+        notice(
+            f"{what} since {waited:.0f} s: a target named by its hub name is looked up there, and "
+            "without a way out that is tried for over a minute; Ctrl-C ends it, nothing is started"
+        )
 
 
 def _ask(

@@ -53,3 +53,8 @@ def report(
         output.emit({**place, "file": str(path), "steps": len(record.steps)})
     else:
         output.say(f"wrote {path} ({len(record.steps)} steps, {len(record.events)} events)")
+        if not record.steps:
+            output.notice(
+                "no curves: the run wrote no metrics.jsonl into its folder ($DFLASH_RUN_DIR); what "
+                "its log says of steps is read by diag alone"
+            )

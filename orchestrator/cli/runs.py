@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from typing import Annotated, Any
 
@@ -62,7 +63,8 @@ def ps(
         if not asked:
             raise UsageError(
                 "the inventory is empty, and no container was named",
-                next_step="give --host H --ct N, or write ~/.config/dflashctl/inventory.yaml",
+                next_step="give --host H --ct N, write an inventory (dflashctl init), or try all "
+                "of it without Proxmox (dflashctl lab up)",
             )
         table = output.Table(*COLUMNS)
         answers = []
@@ -84,6 +86,12 @@ def _tell_rest(answers: list[Asked]) -> None:
         output.notice(text)
     if not any(answer.runs or answer.error for answer in answers):
         output.say("no runs; start one: dflashctl launch TARGET")
+    live = [run for answer in answers for run in answer.runs if run.state == "training"]
+    if (quiet := [run.run_id for run in live if run.step is None]) and output.redraws(sys.stdout):
+        output.notice(
+            f"no step of {', '.join(quiet)}: it writes no metrics.jsonl into $DFLASH_RUN_DIR; its "
+            "own words: dflashctl tail RUN"
+        )
 
 
 def _silent_code(answers: list[Asked]) -> int:

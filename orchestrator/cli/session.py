@@ -43,7 +43,7 @@ class Session:
         if len(found) == 1:
             return found[0]
         what = "no container was named" if not found else f"{len(found)} containers were named"
-        known = ", ".join(self.inventory.containers) or "none: the inventory is empty"
+        known = ", ".join(self.inventory.containers) or "none yet: dflashctl init writes one"
         raise UsageError(
             f"{what}, and this verb takes one",
             next_step=f"give --host H --ct N, or an inventory name ({known})",

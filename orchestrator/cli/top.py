@@ -41,7 +41,8 @@ def top(
         if not chosen:
             raise UsageError(
                 "the inventory is empty, and no container was named",
-                next_step="give --host H --ct N, or write an inventory: dflashctl init",
+                next_step="give --host H --ct N, write an inventory (dflashctl init), or try all "
+                "of it without Proxmox (dflashctl lab up)",
             )
         board = Board(session.fleet, chosen, drop=DROP)
         board.start()

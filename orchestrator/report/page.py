@@ -51,11 +51,23 @@ def render(record: RunRecord) -> str:
         style=(Path(__file__).parent / "style.css").read_text(encoding="utf-8"),
         head=_head(record),
         findings=_findings(record.findings, str(record.summary.get("state"))),
-        charts="".join(draw(chart) for chart in charts(record.steps, record.events)),
+        charts=_charts(record),
         events=_events(record.events),
         manifest=_table(_flatten(record.manifest)),
         log=escape("\n".join(record.last_lines)) or "(nothing)",
     )
+
+
+NO_STEPS = (
+    "No curves: they are drawn from what a trainer writes to $DFLASH_RUN_DIR/metrics.jsonl "
+    "(ours does; docs/reference/events.md says what is in one), not from the log."
+)
+
+
+def _charts(record: RunRecord) -> str:
+    if not record.steps:
+        return f'<p class="none">{escape(NO_STEPS)}</p>'
+    return "".join(draw(chart) for chart in charts(record.steps, record.events))
 
 
 def charts(steps: Sequence[StepLine], events: Sequence[EventLine]) -> list[Chart]:

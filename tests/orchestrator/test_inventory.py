@@ -48,6 +48,12 @@ def test_defaults_fill_what_a_container_leaves_out(tmp_path: Path) -> None:
     assert known.groups() == {"train": ["a", "b"], "small": ["b"]}
 
 
+def test_a_container_of_two_names_is_asked_once(tmp_path: Path) -> None:
+    text = "hosts:\n  h: {address: x}\ncontainers:\n  a: {host: h, ct: 200}\n"
+    known = read(tmp_path, text + "  b: {host: h, ct: 200}\n  c: {host: h, ct: 201}\n")
+    assert [target.name for target in everything(known)] == ["a", "c"]
+
+
 def test_every_mistake_is_told_with_its_line_and_a_next_step(tmp_path: Path) -> None:
     text = "hosts:\n  a: {address: x, usr: root}\ncontainers:\n  c: {host: a, ct: nine}\n"
     told = refusal(tmp_path, text)
