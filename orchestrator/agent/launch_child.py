@@ -71,6 +71,32 @@ def spawn(command: Sequence[str], cwd: str, environment: Mapping[str, str], umas
     return Child(pid, output)
 
 
+def why_not(name: str, cwd: str, error: OSError) -> str:
+    """What the error of an exec leaves open: it says "no such file" of a script that is there."""
+    said = error.strerror or str(error)
+    if not os.path.isdir(cwd):
+        return f"{said}; there is no folder {cwd}"
+    path = os.path.join(cwd, name)
+    if "/" not in name or not os.path.isfile(path):
+        return said
+    if not os.access(path, os.X_OK):
+        return f"{said}; it is not executable: chmod +x"
+    try:
+        with open(path, "rb") as stream:
+            first, end, _ = stream.read(256).partition(b"\n")
+    except OSError:
+        return said
+    if not first.startswith(b"#!"):
+        return f"{said}; its first line names no program (#!/bin/bash)"
+    if end and first.endswith(b"\r"):
+        return f"{said}; its lines end in CRLF, so that {_words(first)!r} is sought"
+    return f"{said}; its first line names {_words(first).strip()}"
+
+
+def _words(first: bytes) -> str:
+    return first[2:].decode(errors="replace")
+
+
 def _become(command: Sequence[str], cwd: str, environment: Mapping[str, str], output: int) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)

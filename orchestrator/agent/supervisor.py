@@ -22,7 +22,7 @@ from typing import Any
 from orchestrator.agent import process
 from orchestrator.agent.checkpoints import newest
 from orchestrator.agent.files import read_record, write_record
-from orchestrator.agent.launch_child import Child, spawn
+from orchestrator.agent.launch_child import Child, spawn, why_not
 from orchestrator.agent.program import boot_id, plain
 from orchestrator.agent.records import ExitRecord, Heartbeat
 from orchestrator.agent.runlog import Pane, RunLog
@@ -174,7 +174,8 @@ class Supervisor:
         except OSError as error:
             # The shell's habit: 127 not found, 126 found but not to be run.
             attempt["exit_code"] = 127 if isinstance(error, FileNotFoundError) else 126
-            attempt["error"] = f"cannot start {self.command[0]!r} in {self.cwd}: {error.strerror}"
+            why = why_not(self.command[0], self.cwd, error)
+            attempt["error"] = f"cannot start {self.command[0]!r} in {self.cwd}: {why}"
             attempt["ended"] = time.time()
             self._say(attempt["error"])
             self._write_identity(None)

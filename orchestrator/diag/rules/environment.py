@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 
@@ -58,6 +59,12 @@ PATH = (
     r'Failed to exec "([^"]+)"',
     r"(?:which: no|no) ([\w+-]+) in \(",
     r"(?:bash|sh): (?:line \d+: )?(/\S*bin/[\w.+-]+): No such file or directory",
+    # Our own supervisor, of a program by its bare name.
+    r"\bcannot start ['\"]([\w.+-]+)['\"] in [^\n]*: No such file or directory(?!; there is no)",
+)
+USUAL = (
+    *("python3", "python", "torchrun", "accelerate", "deepspeed", "bash", "sh", "env", "uv"),
+    *("conda", "nohup", "numactl", "nsys", "mpirun", "jupyter", "tensorboard"),
 )
 _TOOLS_ELSEWHERE = re.compile(r"^(?:tmux|pct|ssh|nvidia-smi)$|/tmux$|\.sh$|\.py$")
 LOCALE = (
@@ -325,10 +332,11 @@ def command_path(e: Evidence) -> Iterator[Finding]:
     if not log or e.progress:
         return
     name = log[-1].match[log[-1].match.lastindex or 0]
+    near = [] if name in USUAL else difflib.get_close_matches(name, USUAL, n=1, cutoff=0.75)
     where = e.probes.search(rf"/\S+/{re.escape(name)}\b|/\S*venv\S*/bin/python") if name else []
     yield e.found(
         "env.path",
-        f"{name} is not on the container's PATH",
+        f"{name} is not on the container's PATH" + (f"; did you mean {near[0]}?" if near else ""),
         [*log[-3:], *(li for li, _ in where[:1])],
         f"in the container: command -v {name}; ls /usr/local/bin /opt/*/bin | grep {name}\n"
         "pct exec gives PATH=/sbin:/bin:/usr/sbin:/usr/bin: export "

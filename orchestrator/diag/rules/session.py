@@ -58,7 +58,20 @@ NEVER = (
     r"create (?:session|window|pane) failed|fork failed|spawn failed",
     r"open terminal failed|missing or unsuitable terminal",
     r"error creating /\S*tmux-\d+|/\S*tmux-\d+ has unsafe permissions",
+    # Our own supervisor's words; a program by its bare name that is not there is env.path's.
+    r"\bcannot start ['\"](?:[^'\"]*/|[\w.+-]+\.(?:sh|py)['\"])",
+    r"\bcannot start ['\"][^\n]*(?:Permission denied|Exec format error|there is no folder)",
 )
+# A carriage return at the end of a script's lines, as bash, env, Python and dash show it.
+CRLF = (
+    r"\$'[^']*\\r'",
+    r"\benv: ['‘][^'’]*\\r['’]: No such file",
+    r"can't open file '[^']*\\r'",
+    r"\^M: (?:bad interpreter|not found|No such file|command not found)",
+    r"\bcannot start [^\n]*CRLF",
+)
+_CUT = re.compile(r"(?:: (?:invalid option|not found|No such file|command not found|bad interp)|')")
+_SHELL = re.compile(r"(?:\S+: (?:line )?\d+: |\S+\.(?:ba)?sh: )")
 
 
 def tmux_missing(e: Evidence) -> Iterator[Finding]:
@@ -149,6 +162,7 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         e.outcome.state == "finished" and any(not _bookkeeping(li) for li in e.lines)
     ):
         return
+    crlf = [h.line for h in e.search(*CRLF) if not e.recovered(h.line)] + _returns(e)
     words = [h for h in e.search(*NEVER) if not e.recovered(h.line)]
     prompt = [li for li, _ in e.probes.search(PROMPT)]
     prompt += [li for li in e.lines[-3:] if re.search(PROMPT, li.text)]
@@ -165,32 +179,67 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     # A container that was not reached shows no log either: then nothing is known of the start.
     asked = bool(e.probes.named(r"run_state|exit|tmux|^ps(?!_host)|pane|session"))
     empty = not spoke and not e.errors and asked and not _stands_still(e) and not _stepped(e)
-    if not (words or prompt or silent or empty):
+    if not (words or crlf or prompt or silent or empty):
         return
-    if not (words or prompt) and e.errors:
+    if not (words or crlf or prompt) and e.errors:
         return
     why = "the trainer never spoke"
     if prompt:
         why += f": the session waits at “{prompt[0].text.strip()[:80]}”"
+    elif crlf:
+        why += ": the lines of its script end in CRLF, as on Windows"
     elif words:
-        why += ": " + words[0].line.text.strip()[:120]
+        why += ": " + words[0].line.text.strip()[:200]
+    script = _script([*crlf, *(h.line for h in words)])
+    mend = ""
+    if crlf:
+        mend = (
+            f"make its lines end in LF: sed -i 's/\\r$//' {script}; then launch again\n"
+            "in git: echo '*.sh text eol=lf' >> .gitattributes; git add --renormalize .\n"
+        )
+    elif any("Permission denied" in h.line.text for h in words):
+        mend = f"chmod +x {script}; then launch again, or name its program: -- bash {script}\n"
+    elif any("cannot start" in h.line.text for h in words):
+        mend = (
+            "a path counts from the run's code: dflashctl launch --dry-run lists what is sent\n"
+            "its first line must name a program that the container has: "
+            f"head -1 {script} | cat -A\n"
+        )
     yield e.found(
         "run.not_started",
         why,
         [
+            *crlf[:2],
             *words[:2],
             *prompt[:2],
             *silent[:1],
             *silent[-1:],
-            *([] if words or prompt else list(e.probes)[:2]),
+            *([] if words or crlf or prompt else list(e.probes)[:2]),
         ],
-        "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
+        mend + "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
         "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
         # A command may have nothing to say; that nothing was trained is still worth a word.
-        severity=_weight(e, bool(words or prompt)),
-        confidence=0.9 if words or prompt else 0.7,
+        severity=_weight(e, bool(words or crlf or prompt)),
+        confidence=0.9 if words or crlf or prompt else 0.7,
     )
+
+
+def _script(lines: list[Line]) -> str:
+    """The script's name in our supervisor's words or a shell's; ``SCRIPT`` if they have none."""
+    named = r"cannot start ['\"]([^'\"]+)['\"]|(?:^|: )(\S+\.(?:sh|py|bash)): "
+    found = next((m for li in lines if (m := re.search(named, li.text)) is not None), None)
+    return (found[1] or found[2]) if found is not None else "SCRIPT"
+
+
+def _returns(e: Evidence) -> list[Line]:
+    """A shell's complaint that a carriage return cut in two: its end is drawn over its begin."""
+    pairs = zip(e.lines, e.lines[1:], strict=False)
+    return [
+        one
+        for one, two in pairs
+        if one.number == two.number and _SHELL.match(one.text) and _CUT.match(two.text)
+    ]
 
 
 def _weight(e: Evidence, why_known: bool) -> Severity:

@@ -51,6 +51,27 @@ def test_a_command_that_is_not_there(runs: Any) -> None:
     assert "cannot start '/no/such/program'" in end["error"]
 
 
+@pytest.mark.parametrize(
+    ("text", "mode", "code", "why"),
+    [
+        (b"#!/bin/bash\r\necho\r\n", 0o755, 127, "its lines end in CRLF, so that '/bin/bash\\r'"),
+        (b"#!/no/such/bash\necho\n", 0o755, 127, "its first line names /no/such/bash"),
+        (b"#!/bin/bash\necho\n", 0o644, 126, "it is not executable: chmod +x"),
+        (b"echo\n", 0o755, 126, "its first line names no program"),
+    ],
+    ids=["crlf", "no-interpreter", "not-executable", "no-first-line"],
+)
+def test_a_script_that_is_there_and_cannot_be_started(
+    runs: Any, tmp_path: Path, text: bytes, mode: int, code: int, why: str
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_bytes(text)
+    script.chmod(mode)
+    end = runs.ending(runs.start(str(script)))
+    assert end["exit_code"] == code
+    assert why in end["error"]
+
+
 def test_both_outputs_stay_in_order_and_reach_the_pane(runs: Any) -> None:
     code = "import sys\nfor n in range(20): print(n, file=(sys.stdout, sys.stderr)[n % 2])"
     run = runs.python(code)
