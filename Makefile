@@ -15,8 +15,9 @@ PIP_FLAGS := $(if $(shell test -t 2 && echo terminal),,--quiet) --disable-pip-ve
 # What runs in containers runs on Python 3.10 too: no newer syntax, no newer part of the library.
 IN_CONTAINERS := -p orchestrator.agent -p trainer -m orchestrator.paths -m orchestrator.meeting \
   -m orchestrator.environment.collector
-# A process a core, a file to one process: the lab tests of a process share one lab of its own.
-PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile
+# A process more than there are cores, for the lab's tests mostly wait; a file to one process, for its
+# lab tests share one lab.
+PYTEST := $(BIN)/python -m pytest -q -n $(shell expr $$(nproc) + 1) --dist loadfile
 
 .PHONY: demo test test-fast test-lab test-soak lint install system lab-python clean help
 
