@@ -99,12 +99,13 @@ def read_bundle(path: Path) -> Bundle:
         probes = json.loads(members["probes.json"])
     except (OSError, tarfile.TarError, KeyError, ValueError, EOFError) as error:
         raise UsageError(
-            f"--bundle {path} cannot be read: {error}",
-            next_step="give a file that `dflashctl diag --bundle` wrote",
+            f"{path} cannot be read as a bundle: {error}",
+            next_step="give a file that `dflashctl diag --bundle FILE` wrote; a saved log goes to "
+            "--log",
         ) from None
     if manifest.get("format") != FORMAT or not isinstance(probes, dict):
         raise UsageError(
-            f"--bundle {path} has format {manifest.get('format')!r}, this version reads {FORMAT}",
+            f"the bundle {path} has format {manifest.get('format')!r}, this version reads {FORMAT}",
             next_step="read it with the version of dflashctl that wrote it",
         )
     return Bundle(members.get("log.txt", b""), probes, manifest)

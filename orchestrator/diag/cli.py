@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from pathlib import Path
@@ -43,23 +44,31 @@ def read_saved(
 ) -> tuple[Evidence, dict[str, Any]]:
     """Evidence from files; ``NotFoundError`` or ``UsageError`` if they are not there or no such."""
     if bundle is not None:
-        if not bundle.is_file():
-            raise NotFoundError(f"--bundle {bundle}: no such file", next_step="give a bundle")
+        _must_be_there("--from", bundle, "give a file that `dflashctl diag --bundle FILE` wrote")
         held = read_bundle(bundle)
         return Evidence.from_text(held.log, held.probes), held.probes
-    if log is not None and not log.is_file():
-        raise NotFoundError(f"--log {log}: no such file", next_step="give a saved log")
+    if log is not None:
+        _must_be_there("--log", log, "give a saved log, such as `dflashctl pull` brings")
     values = read_probes(probes)
     return Evidence.from_log(log, values), values
+
+
+def _must_be_there(option: str, path: Path, next_step: str) -> None:
+    """In the words of the option that the user gave."""
+    if path.is_file():
+        return
+    if path.is_dir():
+        raise NotFoundError(f"{option} {path}: that is a folder", next_step=next_step)
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.6)
+    near = f"; did you mean {path.with_name(close[0])}?" if close else ""
+    raise NotFoundError(f"{option} {path}: no such file{near}", next_step=next_step)
 
 
 def read_probes(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    if not path.is_file():
-        raise NotFoundError(
-            f"--probes {path}: no such file", next_step="give a file of saved probes"
-        )
+    _must_be_there("--probes", path, "give a file of saved probes: JSON, name to text")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -17,6 +17,20 @@ USAGE = (
     r"Invalid value)",
     r"^\s*(?:SyntaxError|IndentationError|TabError): ",
 )
+_UNREAD = r"(?:Syntax|Indentation|Tab)Error: "
+_FILE = re.compile(r'\s*File "([^"]+)", line (\d+)')
+# A kernel's error is noticed at a later call, a gradient's in one that names no line of the code.
+_LATE = re.compile(r"(?i)\bcuda\b|cudnn|cublas|device-side|accelerator|backward|inplace operation")
+LOOK_AT = {
+    "KeyError": "print the keys there, before that line: was a column, field or setting renamed?",
+    "AttributeError": "print the object's type there: is it None, or of another library's version?",
+    "IndexError": "print the length and the index there, before that line",
+    "TypeError": "print the types of what is passed there, and compare with what is taken",
+    "NameError": "a slip in the code: define or import the name",
+    "UnboundLocalError": "the name is set on some paths only: set it before the branch",
+    "ZeroDivisionError": "print the divisor there: is something empty?",
+    "AssertionError": "print both sides of the condition there, before that line",
+}
 
 
 def code_error(e: Evidence) -> Iterator[Finding]:
@@ -36,23 +50,42 @@ def code_error(e: Evidence) -> Iterator[Finding]:
         frame = failure.user_frame
         where = f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
         said = failure.message.splitlines()[0][:160] if failure.message else ""
+        hint = "that line raised it: print what it uses before it, then launch again"
+        if failure.name in LOOK_AT:
+            hint = LOOK_AT[failure.name]
+        elif _LATE.search(failure.text):
+            hint = "run one step on the CPU with one process: the traceback is then exact"
         yield e.found(
             "code.error",
             f"{failure.name}: {said}" + (f"  ({where})" if where else ""),
             [failure, *_cause_lines(failure)],
             (f"open {frame.file} at line {frame.line}" if frame else "read the traceback above")
             + (f": {frame.code}" if frame and frame.code else "")
-            + "\nrun one step on the CPU with one process: the traceback is then exact",
+            + "\n"
+            + hint,
             confidence=0.6,
         )
     usage = [h for h in e.search(*USAGE, probes=False) if not e.recovered(h.line)]
-    if usage and not late and e.outcome.state != "running":
+    if not usage or late or e.outcome.state == "running":
+        return
+    unread = [h for h in usage if "Error: " in h.line.text and re.search(_UNREAD, h.line.text)]
+    if unread:
+        lines = [li for li in e.lines if li.number < unread[0].line.number]
+        files = [m for li in lines if (m := _FILE.match(li.text)) is not None]
+        where = f"open {files[-1][1]} at line {files[-1][2]}" if files else "open the file above"
         yield e.found(
             "code.error",
-            "the program refused its arguments or could not be read: "
-            + usage[0].line.text.strip()[:140],
+            f"the program could not be read: {unread[0].line.text.strip()[:140]}",
+            unread[:2],
+            f"{where}; before the next launch: python3 -m compileall -q .",
+            confidence=0.6,
+        )
+    else:
+        yield e.found(
+            "code.error",
+            f"the program refused its arguments: {usage[0].line.text.strip()[:140]}",
             usage[:2],
-            "python train.py --help; compare with the launch command (dflashctl status)",
+            "ask the program itself: --help; compare with the launch command (dflashctl status)",
             confidence=0.6,
         )
 

@@ -1,0 +1,83 @@
+"""The advice for an exception is of its kind, and an error names the option that was typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.diag import Evidence, Finding, diagnose
+from orchestrator.diag.cli import read_saved
+from orchestrator.errors import NotFoundError, UsageError
+
+TRACE = (
+    "Traceback (most recent call last):\n"
+    '  File "/workspace/train.py", line 51, in main\n'
+    "    loss = step(row['label'])\n"
+)
+ON_THE_CPU = "run one step on the CPU"
+
+
+def raised(last: str) -> Finding:
+    record = {"exit_code": 1, "signal": None, "reason": "failed"}
+    found = diagnose(Evidence.from_text(f"{TRACE}{last}\n", {"exit_record": record}))
+    assert found.findings[0].code == "code.error"
+    return found.findings[0]
+
+
+@pytest.mark.parametrize(
+    ("last", "advice"),
+    [
+        ("KeyError: 'label'", "print the keys there"),
+        ("KeyError: 'cuda'", "print the keys there"),
+        ("AttributeError: 'NoneType' object has no attribute 'loss'", "is it None"),
+        ("IndexError: list index out of range", "the length and the index"),
+        ("NameError: name 'stpe' is not defined", "a slip in the code"),
+        ("ZeroDivisionError: division by zero", "print the divisor"),
+        ("RuntimeError: the schedule has no stage 3", "that line raised it"),
+    ],
+)
+def test_an_exact_traceback_is_not_sent_to_the_cpu(last: str, advice: str) -> None:
+    remedy = raised(last).remedy
+    assert "open /workspace/train.py at line 51" in remedy
+    assert advice in remedy
+    assert ON_THE_CPU not in remedy
+
+
+def test_an_error_that_is_noticed_late_is_sought_on_the_cpu() -> None:
+    last = "RuntimeError: Function 'MulBackward0' returned an invalid gradient at index 1"
+    assert ON_THE_CPU in raised(last).remedy
+
+
+def test_a_file_that_does_not_parse_is_opened_not_asked_for_help() -> None:
+    record = {"exit_code": 1, "signal": None, "reason": "failed"}
+    log = "  File \"/workspace/train.py\", line 7\n    if x\n        ^\nSyntaxError: expected ':'\n"
+    found = diagnose(Evidence.from_text(log, {"exit_record": record})).findings[0]
+    assert found.code == "code.error"
+    assert "/workspace/train.py" in f"{found.title} {found.remedy}"
+    assert "--help" not in found.remedy
+
+
+@pytest.mark.parametrize("option", ["--from", "--log", "--probes"])
+def test_a_missing_file_is_told_in_the_words_that_were_typed(option: str, tmp_path: Path) -> None:
+    (tmp_path / "run.tar.gz").touch()
+    given = {option: tmp_path / "rum.tar.gz"}
+    with pytest.raises(NotFoundError) as told:
+        read_saved(given.get("--log"), given.get("--probes"), given.get("--from"))
+    assert told.value.what.startswith(f"{option} {tmp_path}/rum.tar.gz: no such file")
+    assert f"did you mean {tmp_path}/run.tar.gz?" in told.value.what
+
+
+@pytest.mark.parametrize("option", ["--from", "--log", "--probes"])
+def test_a_folder_is_called_one(option: str, tmp_path: Path) -> None:
+    given = {option: tmp_path}
+    with pytest.raises(NotFoundError, match="that is a folder"):
+        read_saved(given.get("--log"), given.get("--probes"), given.get("--from"))
+
+
+def test_a_log_given_as_a_bundle_is_sent_to_the_right_option(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("step 1/2\n")
+    with pytest.raises(UsageError) as told:
+        read_saved(None, None, tmp_path / "train.log")
+    assert "--bundle" not in told.value.what
+    assert "a saved log goes to --log" in told.value.next_step
