@@ -79,10 +79,11 @@ def resolve(
 
 
 def everything(inventory: Inventory) -> list[Target]:
-    """Every container of the inventory once, by the first of its names."""
-    found: dict[tuple[str, int], str] = {}
+    """Every container of the inventory once, by the first of its names; one that has several work
+    folders is listed for each, because its runs lie there."""
+    found: dict[tuple[str, int, str], str] = {}
     for name, container in inventory.containers.items():
-        found.setdefault((container.host, container.ct), name)
+        found.setdefault((container.host, container.ct, container.workdir), name)
     return [_from_inventory(inventory, name) for name in found.values()]
 
 

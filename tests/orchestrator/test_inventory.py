@@ -52,6 +52,17 @@ def test_a_container_of_two_names_is_asked_once(tmp_path: Path) -> None:
     text = "hosts:\n  h: {address: x}\ncontainers:\n  a: {host: h, ct: 200}\n"
     known = read(tmp_path, text + "  b: {host: h, ct: 200}\n  c: {host: h, ct: 201}\n")
     assert [target.name for target in everything(known)] == ["a", "c"]
+    own = text + "  b: {host: h, ct: 200, workdir: /data}\n"
+    assert [target.name for target in everything(read(tmp_path, own))] == ["a", "b"]
+
+
+def test_a_host_that_is_nearly_one_of_the_inventorys_is_remembered_as_a_slip(
+    tmp_path: Path,
+) -> None:
+    known = read(tmp_path, "hosts:\n  lab: {address: x}\n")
+    assert resolve_host(known, "root@lba:22").near == "lab"
+    assert resolve_host(known, "10.1.2.3").near is None
+    assert resolve_host(known, "lab").near is None
 
 
 def test_every_mistake_is_told_with_its_line_and_a_next_step(tmp_path: Path) -> None:
