@@ -84,14 +84,25 @@ def assignments(body: list[Any]) -> dict[str, ast.expr]:
 
 def severities(call: ast.Call) -> list[str]:
     for keyword in call.keywords:
+        if keyword.arg == "wanted":
+            return ["info"]
         if keyword.arg == "severity":
-            value = keyword.value
-            ends = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-            return [str(end.value) for end in ends if isinstance(end, ast.Constant)]
+            return ends(keyword.value)
     return ["fatal"]
 
 
+def ends(value: ast.expr) -> list[str]:
+    """What a conditional expression may come to."""
+    if isinstance(value, ast.IfExp):
+        return [*ends(value.body), *ends(value.orelse)]
+    return [str(value.value)] if isinstance(value, ast.Constant) else []
+
+
 PLACEHOLDERS = (
+    ("", r"ssh_options"),
+    ("root@HOST", r"ssh_host"),
+    ("NAME", r"target_of"),
+    ("SCRIPT", r"^script$"),
     (GO_ON, r"\be\.go_on\b"),
     ("CT", r"number|container_of|own_number|ct\b"),
     ("PORT", r"\bport\b"),

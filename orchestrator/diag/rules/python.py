@@ -72,12 +72,14 @@ def code_error(e: Evidence) -> Iterator[Finding]:
     if unread:
         lines = [li for li in e.lines if li.number < unread[0].line.number]
         files = [m for li in lines if (m := _FILE.match(li.text)) is not None]
-        where = f"open {files[-1][1]} at line {files[-1][2]}" if files else "open the file above"
+        opened = "open the file at the line that is shown above"
+        if files:
+            opened = f"open {files[-1][1]} at line {files[-1][2]}"
         yield e.found(
             "code.error",
             f"the program could not be read: {unread[0].line.text.strip()[:140]}",
             unread[:2],
-            f"{where}; before the next launch: python3 -m compileall -q .",
+            f"{opened}; before the next launch: python3 -m compileall -q .",
             confidence=0.6,
         )
     else:

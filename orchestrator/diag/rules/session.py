@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from orchestrator.diag.evidence import Evidence, Hit
-from orchestrator.diag.finding import Finding, Severity
+from orchestrator.diag.finding import Finding
 from orchestrator.diag.probes import SIGNAL_NAMES, SIGNALS, Probe
 from orchestrator.diag.rules.shared import container_of
 from orchestrator.diag.steps import read_series
@@ -190,6 +190,8 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         why += ": the lines of its script end in CRLF, as on Windows"
     elif words:
         why += ": " + words[0].line.text.strip()[:200]
+    record = e.outcome.exit
+    stopped = record is not None and bool(record.stopped_by)  # before it had a word to say
     script = _script([*crlf, *(h.line for h in words)])
     mend = ""
     if crlf:
@@ -220,7 +222,11 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
         # A command may have nothing to say; that nothing was trained is still worth a word.
-        severity=_weight(e, bool(words or crlf or prompt)),
+        severity="info"
+        if stopped and not (words or crlf or prompt)
+        else "warning"
+        if e.outcome.state == "finished"
+        else "fatal",
         confidence=0.9 if words or crlf or prompt else 0.7,
     )
 
@@ -240,13 +246,6 @@ def _returns(e: Evidence) -> list[Line]:
         for one, two in pairs
         if one.number == two.number and _SHELL.match(one.text) and _CUT.match(two.text)
     ]
-
-
-def _weight(e: Evidence, why_known: bool) -> Severity:
-    record = e.outcome.exit
-    if record is not None and record.stopped_by and not why_known:
-        return "info"  # somebody stopped it before it had a word to say
-    return "warning" if e.outcome.state == "finished" else "fatal"
 
 
 def _stands_still(e: Evidence) -> bool:
