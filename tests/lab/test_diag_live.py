@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from laptop import ROOT, Cli
 
 from orchestrator.lab import Container, Lab
@@ -109,6 +111,47 @@ def test_the_containers_memory_limit(here: Cli, code: Path) -> None:
     over(here, run_id)
 
     assert named(here, run_id)[0] == "mem.oom_killed"
+
+
+def test_a_kill_without_a_memory_limit_is_not_the_memorys(here: Cli, code: Path) -> None:
+    run_id = launch(here, code, STEPS + "kill -9 $$\n", ct=303)
+    over(here, run_id)
+
+    assert named(here, run_id) == ["run.killed"]
+
+
+def test_a_run_that_a_person_stopped_is_no_fault(here: Cli, sick: Lab, code: Path) -> None:
+    run_id = launch(here, code, STEPS + "sleep 60\n", ct=303)
+    speaks(sick, run_id, "step 8/", ct=303)
+    here("stop", run_id, "--grace", "1s")
+
+    done = here("diag", run_id)
+
+    assert done.returncode == 0
+    assert "run.interrupted: stopped by " in done.stdout
+    assert "stopped by   " in here("status", run_id).stdout
+
+
+def test_lines_that_end_in_crlf(here: Cli, code: Path) -> None:
+    script = "#!/bin/bash\r\nset -euo pipefail\r\ncd /workspace\r\npython3 train.py\r\n"
+    run_id = launch(here, code, script, ct=303)
+    over(here, run_id)
+
+    assert named(here, run_id) == ["run.not_started"]
+
+
+def test_an_interpreter_that_the_container_lacks(sick: Lab, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "inventory.yaml"
+    words = yaml.safe_load(Path(sick.inventory).read_text())
+    words["containers"]["lab-303"]["python"] = "/opt/venv/bin/python"
+    path.write_text(yaml.safe_dump(words))
+    told = Cli(tmp_path / "elsewhere", path)("diag", "lab-303").stdout
+
+    assert "an unknown run on lab/303" in told
+    assert "the container has no /opt/venv/bin/python" in told
+    assert "`python:` of lab-303" in told
+    assert not re.search(r"pve-cluster|not_started", told)
 
 
 def test_a_full_disk(here: Cli, code: Path) -> None:
