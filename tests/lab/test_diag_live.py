@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 import time
@@ -152,6 +153,21 @@ def test_an_interpreter_that_the_container_lacks(sick: Lab, tmp_path: Path) -> N
     assert "the container has no /opt/venv/bin/python" in told
     assert "`python:` of lab-303" in told
     assert not re.search(r"pve-cluster|not_started", told)
+
+
+def test_a_refused_key_names_the_host_and_its_port(sick: Lab, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    key, path = tmp_path / "other_key", tmp_path / "inventory.yaml"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    words = yaml.safe_load(Path(sick.inventory).read_text())
+    host = words["hosts"]["lab"]
+    host["identity_file"] = str(key)
+    path.write_text(yaml.safe_dump(words))
+    told = Cli(tmp_path / "elsewhere", path)("diag", "lab-303", code=3).stdout
+
+    assert "ssh.auth" in told
+    assert f"ssh -v -p {host['port']} " in told
+    assert "HOST" not in told
 
 
 def test_a_full_disk(here: Cli, code: Path) -> None:
