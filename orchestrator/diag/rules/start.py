@@ -1,0 +1,162 @@
+"""A start that came to nothing: no trainer ever spoke."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from orchestrator.diag.evidence import Evidence, Hit
+from orchestrator.diag.finding import Finding, Severity
+from orchestrator.diag.steps import read_series
+from orchestrator.diag.text import Line
+
+PROMPT = (
+    r"\[[yY]/[nN]\]|\(y/n\)|\(yes/no(?:/\[fingerprint\])?\)|[Pp]ass(?:word|phrase)[^\n]{0,40}:\s*$|"
+    r"[Pp]ress (?:any key|enter|return)|\b(?:overwrite|proceed|continue|are you sure)[^\n]{0,80}\?|"
+    r"Username for|Enter your choice|\bread -p\b|wandb: (?:Enter|\(1\))"
+)
+NEVER = (
+    r"duplicate session",
+    r"^(?:\[exited\]|Pane is dead)",
+    r"(?:^|: )\S+\.(?:sh|py): (?:Permission denied|cannot execute)|"
+    r"\b(?:start\S*|run|train)\S*\.sh: (?:No such file or directory|Permission denied|not found)",
+    r"cannot (?:open|execute)[^\n]*\.sh|can't open '?\S*\.sh|bad interpreter",
+    r"syntax error near unexpected token|unexpected EOF while looking for|syntax error: ",
+    r"can't open file '[^']+\.py'",
+    r"create (?:session|window|pane) failed|fork failed|spawn failed",
+    r"open terminal failed|missing or unsuitable terminal",
+    r"error creating /\S*tmux-\d+|/\S*tmux-\d+ has unsafe permissions",
+    # Our own supervisor's words; a program by its bare name that is not there is env.path's.
+    r"\bcannot start ['\"](?:[^'\"]*/|[\w.+-]+\.(?:sh|py)['\"])",
+    r"\bcannot start ['\"][^\n]*(?:Permission denied|Exec format error|there is no folder)",
+)
+# A carriage return at the end of a script's lines, as bash, env, Python and dash show it.
+CRLF = (
+    r"\$'[^']*\\r'",
+    r"\benv: ['‘][^'’]*\\r['’]: No such file",
+    r"can't open file '[^']*\\r'",
+    r"\^M: (?:bad interpreter|not found|No such file|command not found)",
+    r"\bcannot start [^\n]*CRLF",
+)
+_CUT = re.compile(r"(?:: (?:invalid option|not found|No such file|command not found|bad interp)|')")
+_SHELL = re.compile(r"(?:\S+: (?:line )?\d+: |\S+\.(?:ba)?sh: )")
+
+
+def not_started(e: Evidence) -> Iterator[Finding]:
+    """A session without a trainer: it waits at a prompt, the script is absent or not executable,
+    tmux had a session of that name, or it ended at once without a word."""
+    if e.progress or (
+        e.outcome.state == "finished" and any(not _bookkeeping(li) for li in e.lines)
+    ):
+        return
+    crlf = [h.line for h in e.search(*CRLF) if not e.recovered(h.line)] + _returns(e)
+    words = [h for h in e.search(*NEVER) if not e.recovered(h.line)]
+    prompt = [li for li, _ in e.probes.search(PROMPT)]
+    prompt += [li for li in e.lines[-3:] if re.search(PROMPT, li.text)]
+    silent = [
+        li
+        for li in e.lines
+        if re.search(
+            r"still nothing|no output|waiting for (?:the )?first (?:line|word)|"
+            r"never (?:spoke|wrote|printed)|no line(?:s)? (?:yet|from)",
+            li.text,
+        )
+    ]
+    spoke = [li for li in e.lines if not _bookkeeping(li)]
+    # A container that was not reached shows no log either: then nothing is known of the start.
+    asked = bool(e.probes.named(r"run_state|exit|tmux|^ps(?!_host)|pane|session"))
+    empty = not spoke and not e.errors and asked and not _stands_still(e) and not _stepped(e)
+    if not (words or crlf or prompt or silent or empty):
+        return
+    if not (words or crlf or prompt) and e.errors:
+        return
+    why = "the trainer never spoke"
+    if prompt:
+        why += f": the session waits at “{prompt[0].text.strip()[:80]}”"
+    elif crlf:
+        why += ": the lines of its script end in CRLF, as on Windows"
+    elif words:
+        why += ": " + words[0].line.text.strip()[:200]
+    record = e.outcome.exit
+    severity: Severity = "fatal"
+    if record is not None and record.stopped_by and not (words or crlf or prompt):
+        severity = "info"  # stopped before it had a word to say
+    elif e.outcome.state == "finished":
+        # A command may have nothing to say; that nothing was trained is still worth a word.
+        severity = "warning"
+    yield e.found(
+        "run.not_started",
+        why,
+        [
+            *crlf[:2],
+            *words[:2],
+            *prompt[:2],
+            *silent[:1],
+            *silent[-1:],
+            *([] if words or crlf or prompt else list(e.probes)[:2]),
+        ],
+        _mend(crlf, words) + "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
+        "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
+        "a run has nobody to answer prompts: give -y / --yes or remove the question",
+        severity=severity,
+        confidence=0.9 if words or crlf or prompt else 0.7,
+    )
+
+
+def _mend(crlf: list[Line], words: list[Hit]) -> str:
+    """What to do about a script that could not run; empty where it is not known."""
+    script = _script([*crlf, *(h.line for h in words)])
+    if crlf:
+        return (
+            f"make its lines end in LF: sed -i 's/\\r$//' {script}; then launch again\n"
+            "in git: echo '*.sh text eol=lf' >> .gitattributes; git add --renormalize .\n"
+        )
+    if any("Permission denied" in h.line.text for h in words):
+        return f"chmod +x {script}; then launch again, or name its program: -- bash {script}\n"
+    if any("cannot start" in h.line.text for h in words):
+        return (
+            "a path counts from the run's code: dflashctl launch --dry-run lists what is sent\n"
+            "its first line must name a program that the container has: "
+            f"head -1 {script} | cat -A\n"
+        )
+    return ""
+
+
+def _script(lines: list[Line]) -> str:
+    """The script's name in our supervisor's words or a shell's; ``SCRIPT`` if they have none."""
+    named = r"cannot start ['\"]([^'\"]+)['\"]|(?:^|: )(\S+\.(?:sh|py|bash)): "
+    found = next((m for li in lines if (m := re.search(named, li.text)) is not None), None)
+    return (found[1] or found[2]) if found is not None else "SCRIPT"
+
+
+def _returns(e: Evidence) -> list[Line]:
+    """A shell's complaint that a carriage return cut in two: its end is drawn over its begin."""
+    pairs = zip(e.lines, e.lines[1:], strict=False)
+    return [
+        one
+        for one, two in pairs
+        if one.number == two.number and _SHELL.match(one.text) and _CUT.match(two.text)
+    ]
+
+
+def _stands_still(e: Evidence) -> bool:
+    """The container is frozen or not running now: an empty log may be one that was not read."""
+    words = r"\bfrozen[ :=]+1\b|\b(?:FROZEN|FREEZING)\b|status: (?:stopped|frozen|paused)"
+    return e.probes.has(words)
+
+
+def _stepped(e: Evidence) -> bool:
+    """The trainer's own records hold a step: it spoke, whatever became of its log."""
+    return any(read_series(p.lines).steps for p in e.probes.named(r"metrics"))
+
+
+def _bookkeeping(line: Line) -> bool:
+    return (
+        not line.text.strip()
+        or line.tag in ("supervisor", "watch")
+        or line.quiet
+        or bool(re.match(r"dflashctl\b|\[?(?:supervisor|watch|agent|launcher)\b", line.text))
+    )
+
+
+RULES = (not_started,)
