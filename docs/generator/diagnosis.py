@@ -69,7 +69,9 @@ def causes_in(path: Path) -> Iterator[Cause]:
                 continue
             code, _, _, remedy = call.args[:4]
             if isinstance(code, ast.Constant):
-                yield Cause(str(code.value), severities(call), text, plain(remedy, inside))
+                yield Cause(
+                    str(code.value), severities(call, function), text, plain(remedy, inside)
+                )
                 text = ""  # Told once, with the first of several findings.
 
 
@@ -82,19 +84,27 @@ def assignments(body: list[Any]) -> dict[str, ast.expr]:
     return found
 
 
-def severities(call: ast.Call) -> list[str]:
+def severities(call: ast.Call, function: ast.FunctionDef) -> list[str]:
     for keyword in call.keywords:
         if keyword.arg == "wanted":
             return ["info"]
         if keyword.arg == "severity":
-            return ends(keyword.value)
+            return ends(keyword.value, function)
     return ["fatal"]
 
 
-def ends(value: ast.expr) -> list[str]:
-    """What a conditional expression may come to."""
+def ends(value: ast.expr | None, function: ast.FunctionDef) -> list[str]:
+    """What a conditional expression, or a name of the function, may come to."""
     if isinstance(value, ast.IfExp):
-        return [*ends(value.body), *ends(value.orelse)]
+        return [*ends(value.body, function), *ends(value.orelse, function)]
+    if isinstance(value, ast.Name):
+        given = [
+            node.value
+            for node in ast.walk(function)
+            if isinstance(node, (ast.Assign, ast.AnnAssign))
+            and ast.unparse(node).partition("=")[0].partition(":")[0].strip() == value.id
+        ]
+        return [end for one in given for end in ends(one, function)]
     return [str(value.value)] if isinstance(value, ast.Constant) else []
 
 

@@ -77,6 +77,7 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         why += ": the lines of its script end in CRLF, as on Windows"
     elif words:
         why += ": " + words[0].line.text.strip()[:200]
+    mend = _mend(crlf, words)
     record = e.outcome.exit
     severity: Severity = "fatal"
     if record is not None and record.stopped_by and not (words or crlf or prompt):
@@ -95,7 +96,7 @@ def not_started(e: Evidence) -> Iterator[Finding]:
             *silent[-1:],
             *([] if words or crlf or prompt else list(e.probes)[:2]),
         ],
-        _mend(crlf, words) + "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
+        mend + "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
         "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
         severity=severity,
