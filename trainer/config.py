@@ -165,9 +165,9 @@ class PipelineConfig(Section):
     queue_depth: int = Field(2, ge=1)
     """Feature slots per drafter."""
     cuda_graph: bool = False
-    """On a GPU: a drafter's microbatch and update as one recorded graph each (``graphs.py``), for
-    drafters so small that launching kernels costs more than they do. Takes the memory of one
-    feature slot more. On a CPU nothing is recorded."""
+    """On a GPU: the target's forward pass, a drafter's microbatch and its update as one recorded
+    graph each (``graphs.py``), for models so small that launching kernels costs more than they do.
+    Takes the memory of one feature slot more on each device. On a CPU nothing is recorded."""
     recompile: Literal["warn", "fail"] = "warn"
     """What a recompile after the warm-up does."""
     stall_limit_s: float = Field(600.0, gt=0)

@@ -121,16 +121,16 @@ class Run:
 
     def make_target(self, device: torch.device) -> TargetStage:
         """For training samples."""
-        stage = self.tapped_target(device)
+        stage = self.tapped_target(device, cuda_graph=self.config.pipeline.cuda_graph)
         if not self.config.data.cache_features:
             return stage
         lengths = np.minimum(self.data.train.lengths, self.config.data.sequence_length)
         return CachedTarget(stage, lengths, self._recall(device, stage.layer_ids))
 
-    def tapped_target(self, device: torch.device) -> TappedTarget:
+    def tapped_target(self, device: torch.device, *, cuda_graph: bool = False) -> TappedTarget:
         """Without a cache: for any samples."""
         layers = self.resolved.drafter.target_layer_ids
-        return TappedTarget(self.targets.model(device), layers, device)
+        return TappedTarget(self.targets.model(device), layers, device, cuda_graph=cuda_graph)
 
     def _recall(self, device: torch.device, layers: tuple[int, ...]) -> Recall | None:
         """Features that data making kept, if they are of these taps in this type."""

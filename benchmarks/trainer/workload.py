@@ -189,7 +189,8 @@ class Workload:
                 self.target_config, dtype=compute_dtype("auto", device), attn_implementation="sdpa"
             )
         layers = list(self.drafter_config.target_layer_ids)
-        return TappedTarget(freeze(model), layers, device)
+        recorded = self.config.pipeline.cuda_graph
+        return TappedTarget(freeze(model), layers, device, cuda_graph=recorded)
 
     def make_drafter(self, device: torch.device) -> DrafterStage:
         if self._head is None:

@@ -3,12 +3,13 @@ but the tensors that stay, and the warm-up's undoing, are the same."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_job import TinyBatches, make_target, tiny_job, train_config
+from tiny_job import LENGTH, ROWS, TinyBatches, make_target, tiny_job, train_config
 from tiny_job import drafter_config as tiny_drafter_config
 from tiny_target import run_config
 from transformers import AutoModelForCausalLM
@@ -72,6 +73,21 @@ def test_a_recorded_step_is_the_step(device: str, optimizer: str) -> None:
         assert found[kind].keys() == wanted[kind].keys()
         for name, value in wanted[kind].items():
             torch.testing.assert_close(found[kind][name], value, **exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_forward_pass_gives_the_features_of_any_batch(device: str) -> None:
+    where = torch.device(device)
+    plain, recorded = make_target(where), make_target(where, cuda_graph=True)
+    packed = [TinyBatches(2)(0, slot) for slot in range(2)]
+    # One document a row makes transformers leave its mask out where nothing is recorded.
+    alone = dataclasses.replace(packed[0], position=torch.arange(LENGTH).expand(ROWS, -1))
+    part = dataclasses.replace(
+        packed[1], **{name: value[:1] for name, value in packed[1].tensors().items()}
+    )
+    exact = {"rtol": 0, "atol": 0} if device == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
+    for batch in (packed[0], alone, packed[1], part, packed[0]):
+        torch.testing.assert_close(recorded.features(batch), plain.features(batch), **exact)
 
 
 def test_a_warm_up_leaves_weights_moments_and_gradients_as_they_were() -> None:

@@ -102,12 +102,13 @@ class Events:
         return [detail for name, detail in self.seen if name == event]
 
 
-def make_target(device: torch.device) -> TargetStage:
+def make_target(device: torch.device, *, cuda_graph: bool = False) -> TargetStage:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(target_config())
     config = drafter_config()
-    return TappedTarget(freeze(model).to(device), list(config.target_layer_ids), device)
+    layers = list(config.target_layer_ids)
+    return TappedTarget(freeze(model).to(device), layers, device, cuda_graph=cuda_graph)
 
 
 def make_drafter(device: torch.device, microbatches: int = 4) -> DrafterStage:
