@@ -1,7 +1,7 @@
 """How good a drafter gets in a fixed time: from nothing, for SmolLM2-135M-Instruct, on one GPU.
 
     python benchmarks/trainer/quality.py --folder OUT                      # data, the base recipe
-    python benchmarks/trainer/quality.py --folder OUT --recipes plain,dpace,block8 --decode 40
+    python benchmarks/trainer/quality.py --folder OUT --recipes plain,muon+block8 --decode 40
     python benchmarks/trainer/quality.py --list
 
 Data: 120 s in which the target writes prompts and answers them (once; later calls take the folder).
@@ -103,6 +103,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "launches": {"pipeline": {"cuda_graph": False}},
     "plain": {},
 }
+"""Names joined by + are one recipe, the later over the earlier."""
+
+
+def changes(recipe: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in recipe.split("+"):
+        found = merged(found, RECIPES[name])
+    return found
 
 
 def tree(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
@@ -147,7 +155,7 @@ def tree(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     if options.tiny:
         small = {"data": {"anchors": 4}, "optimization": {"rows": 2}}
         small["drafter"] = {"num_layers": 1, "block_size": 4}
-    return merged(merged(merged(found, BASE), RECIPES[recipe]), small)
+    return merged(merged(merged(found, BASE), changes(recipe)), small)
 
 
 def keeps(data: Path) -> bool:
@@ -430,8 +438,7 @@ def run_watched(
     record: dict[str, Any] = {"run": title, "device": device_name(options), "code": ended.code}
     record |= {name: values[0] if name != "loss" else values for name, values in told.items()}
     if part == "train":
-        changes = RECIPES[recipe]
-        record["recipe"] = changes if recipe == "plain" else merged(BASE, changes)
+        record["recipe"] = {} if recipe == "plain" else merged(BASE, changes(recipe))
     with (options.folder / "quality.jsonl").open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(record) + "\n")
     if ended.code or ended.over:
@@ -447,7 +454,7 @@ def device_name(options: argparse.Namespace) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("quality"), help="data and results")
-    parser.add_argument("--recipes", default="base", help="with commas")
+    parser.add_argument("--recipes", default="base", help="with commas; muon+block8 is one of both")
     parser.add_argument("--list", action="store_true", help="print the recipes and leave")
     parser.add_argument("--print", metavar="RECIPE", help="as a config file, and leave")
     parser.add_argument("--steps", type=int, default=8000, help="in the printed config (8000)")
@@ -465,15 +472,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", default="base", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.list:
-        for name, changes in RECIPES.items():
-            print(f"{name:14} {json.dumps(changes)}")
+        for name, own in RECIPES.items():
+            print(f"{name:14} {json.dumps(own)}")
         raise SystemExit
     options.folder = options.folder.absolute()
     if options.print:
         print_config(options)
         raise SystemExit
     options.recipes = options.recipes.split(",")
-    unknown = [name for name in options.recipes if name not in RECIPES]
+    unknown = [n for recipe in options.recipes for n in recipe.split("+") if n not in RECIPES]
     if unknown:
         parser.error(f"no recipe {', '.join(unknown)}; there are {', '.join(RECIPES)}")
     return options
