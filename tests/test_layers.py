@@ -59,3 +59,16 @@ def test_importing_it_loads_neither_torch_nor_the_network_stack(module: str) -> 
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_what_checks_a_config_or_becomes_torchrun_loads_nothing_that_only_training_needs() -> None:
+    pytest.importorskip("torch")
+    modules = "trainer.commands.check, trainer.commands.train, trainer.commands.export"
+    found = "sorted({'torch._dynamo', 'transformers.modeling_utils'} & sys.modules.keys())"
+    script = f"import sys, {modules}; sys.exit(str({found}) if {found} else 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

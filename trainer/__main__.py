@@ -61,25 +61,25 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.split("\n")[0])
     verbs = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def verb(name: str, run: str, text: str, module: str = "commands") -> argparse.ArgumentParser:
+    def verb(name: str, text: str, module: str = "") -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=text, description=text)
-        made.set_defaults(run=run, module=module)
+        made.set_defaults(run=name, module=module or f"commands.{name}")
         return made
 
     def config(made: argparse.ArgumentParser) -> None:
         where = "docs/reference/config.md of dflashctl describes each field"
         made.add_argument("config", type=Path, help=f"YAML; {where}")
 
-    train = verb("train", "train", "make or load the data, train, evaluate")
+    train = verb("train", "make or load the data, train, evaluate")
     config(train)
     train.add_argument(
         "--trace-compile",
         action="store_true",
         help="record which thread sets torch's tracing flag, with its stack, as fx_trace events",
     )
-    config(verb("check", "check", "say what a config would do and the memory it needs"))
+    config(verb("check", "say what a config would do and the memory it needs"))
 
-    evaluate = verb("evaluate", "evaluate", "measure a checkpoint by speculative decoding")
+    evaluate = verb("evaluate", "measure a checkpoint by speculative decoding")
     evaluate.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder in z-lab form")
     evaluate.add_argument("--target", help="the target (default: the one it was trained for)")
     evaluate.add_argument("--prompts", required=True, help="JSONL with `messages` or `prompt`")
@@ -89,18 +89,16 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--seed", type=int, default=0)
     evaluate.add_argument("--json", type=Path, help="write the measures to this file too")
 
-    data = verb("data", "data", "prepare or check the data of a config")
+    data = verb("data", "prepare or check the data of a config")
     parts = data.add_subparsers(required=True, metavar="ACTION", dest="action")
     config(parts.add_parser("prepare", help="make and tokenize it; continues what was begun"))
     config(parts.add_parser("check", help="read every line and report what is wrong"))
 
-    trace = verb(
-        "trace", "trace", "run any script and record who sets torch's tracing flag", "traced"
-    )
+    trace = verb("trace", "run any script and record who sets torch's tracing flag", "traced")
     trace.add_argument("script", type=Path, help="a Python file, which is not edited")
     trace.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
 
-    export = verb("export", "export", "convert a checkpoint for a server")
+    export = verb("export", "convert a checkpoint for a server")
     export.add_argument("checkpoint", type=Path)
     export.add_argument("folder", type=Path, help="where to write")
     export.add_argument("--form", choices=("zlab", "speculators"), default="zlab")

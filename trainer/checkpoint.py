@@ -211,3 +211,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def drafter_folder(path: Path) -> tuple[Path, str | None]:
+    """(the folder in z-lab form, the target's name if it is known) of a checkpoint or an export."""
+    if (path / STATE).is_file():
+        fingerprint = read_record(path)["fingerprint"]
+        return path / "drafter", fingerprint["target.model"]
+    if not path.is_dir():
+        raise CheckpointError(
+            f"there is no folder {path}", next_step="name a folder checkpoints/step-… of a run"
+        )
+    return path, None

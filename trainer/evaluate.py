@@ -169,7 +169,8 @@ def load_prompts(
 def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
     """The best checkpoint of a run (else its newest), on held-out prompts."""
     from trainer.checkpoint import read_tensors
-    from trainer.run import default_device, say
+    from trainer.outlook import default_device
+    from trainer.telemetry import say
 
     best = run.store.folder / "best"
     path = best.resolve() if best.is_symlink() else run.store.newest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import threading
@@ -26,10 +25,10 @@ from trainer.drafter.model import Drafter
 from trainer.feature_cache import CachedTarget, Recall
 from trainer.head_loss import HeadLoss, fast_head_loss
 from trainer.objective import FrozenTarget
-from trainer.pipeline.costs import TargetShape, Work
+from trainer.outlook import data_folder, default_device, plan_run, run_folder
 from trainer.pipeline.inline import InlineExecutor
 from trainer.pipeline.place import Place
-from trainer.pipeline.plan import Plan, make_plan
+from trainer.pipeline.plan import Plan
 from trainer.pipeline.stages import DrafterStage, Executor, Job, TargetStage
 from trainer.replica import DrafterReplica
 from trainer.resolve import Resolved
@@ -43,23 +42,9 @@ from trainer.target import (
     load_frozen,
     load_model,
 )
-from trainer.telemetry import RUN_DIR_VARIABLE, RunWriter
+from trainer.telemetry import RunWriter, say
 from trainer.trackers import check_trackers, make_trackers
 from trainer.warm_start import start_from_target
-
-
-def say(text: str) -> None:
-    """A line of the run's log."""
-    print(text, flush=True)
-
-
-def run_folder(config: TrainConfig) -> Path:
-    """The supervisor's folder if it set one, else the config's."""
-    return Path(os.environ.get(RUN_DIR_VARIABLE) or config.folder).absolute()
-
-
-def default_device() -> torch.device:
-    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 class Targets:
@@ -263,10 +248,6 @@ def prepare_run(opened: Opened) -> Run:
     return Run(resolved, folder, writer, targets, data, batches, lock, store, plan, leads)
 
 
-def data_folder(config: TrainConfig, folder: Path) -> Path:
-    return config.data.folder or folder / "data"
-
-
 def make_data(resolved: Resolved, targets: Targets, folder: Path) -> Prepared:
     config = resolved.config
     where = data_folder(config, folder)
@@ -288,26 +269,6 @@ def wait_for_data(resolved: Resolved, folder: Path) -> Prepared:
     prepared = load_prepared(resolved.config, where)
     assert prepared is not None
     return prepared
-
-
-def make_work(resolved: Resolved, device: torch.device) -> Work:
-    """What the stages cost, for the plan."""
-    config = resolved.config
-    return Work(
-        target=TargetShape.of(resolved.target),
-        drafter=resolved.drafter,
-        rows=config.optimization.rows,
-        length=config.data.sequence_length,
-        anchors=config.data.anchors,
-        microbatches=config.optimization.microbatches,
-        target_bytes=compute_dtype(config.target.dtype, device).itemsize,
-        drafter_bytes=compute_dtype(config.optimization.dtype, device).itemsize,
-    )
-
-
-def plan_run(resolved: Resolved) -> Plan:
-    """Devices and roles. Raises ``PlanError`` for what is impossible."""
-    return make_plan(resolved.config.pipeline, make_work(resolved, default_device()))
 
 
 def make_executor(run: Run) -> Executor:

@@ -204,6 +204,11 @@ def _read(text: str, model: type[Any]) -> Iterator[Any]:
             continue
 
 
+def say(text: str) -> None:
+    """A line of the run's log."""
+    print(text, flush=True)
+
+
 def compact(value: float) -> str:
     """``15500`` as ``15.5k``."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -18,9 +18,9 @@ from trainer.evaluate import evaluate_run
 from trainer.optimize import learning_rate
 from trainer.pipeline.stages import Executor, StepResult, Sums
 from trainer.resolve import resolve
-from trainer.run import Run, make_executor, open_run, prepare_run, say
+from trainer.run import Run, make_executor, open_run, prepare_run
 from trainer.stopping import Stopped, StopSignals
-from trainer.telemetry import StepLine
+from trainer.telemetry import StepLine, say
 from trainer.validation import Validator
 
 

@@ -44,18 +44,11 @@ from trainer.drafter.decoding import DraftSession
 from trainer.drafter.model import Drafter
 from trainer.evaluate import bootstrap
 from trainer.objective import FrozenTarget
+from trainer.outlook import default_device
 from trainer.pipeline.inline import InlineExecutor
 from trainer.pipeline.stages import Sums
 from trainer.resolve import Resolved, resolve
-from trainer.run import (
-    Run,
-    Targets,
-    default_device,
-    make_data,
-    make_executor,
-    open_run,
-    prepare_run,
-)
+from trainer.run import Run, Targets, make_data, make_executor, open_run, prepare_run
 from trainer.speculate import Limits, decode_speculatively
 from trainer.target import TappedTarget
 

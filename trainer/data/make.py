@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.data.conversation import (
     Conversation,
@@ -22,10 +22,12 @@ from trainer.data.conversation import (
 from trainer.data.decode import BatchDecoder, Request
 from trainer.data.features import NONE, FeatureFile
 from trainer.data.settings import FilePrompts, MakeConfig, ResponseConfig, SelfPrompts
-from trainer.data.slots import SlotDecoder
 from trainer.data.template import ChatTemplate, stop_tokens
 from trainer.errors import DataError
 from trainer.telemetry import compact, duration
+
+if TYPE_CHECKING:
+    from trainer.data.slots import SlotDecoder
 
 Say = Callable[[str], None]
 
@@ -238,6 +240,9 @@ class Maker:
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else next(iter(self.stop)))
         if settings.fixed_slots:
+            # With it comes the whole of transformers' modeling, for 2 s of which few have need.
+            from trainer.data.slots import SlotDecoder
+
             return SlotDecoder(self.model, stop, pad, settings.batch)
         return BatchDecoder(self.model, stop, pad, settings.batch, layer_ids)
 

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from trainer.config import TrainConfig
+from trainer.outlook import plan_run
 from trainer.resolve import resolve
-from trainer.run import plan_run, say
+from trainer.telemetry import say
 
 LAUNCHED = "LOCAL_WORLD_SIZE"
 """torchrun sets it, and no user does."""

@@ -1,0 +1,52 @@
+"""`data prepare` and `data check`."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from trainer.config import load_config
+from trainer.data.prepare import check_files, load_prepared
+from trainer.data.template import ChatTemplate
+from trainer.errors import DataError
+from trainer.outlook import run_folder
+from trainer.resolve import Resolved, resolve
+from trainer.stopping import Stopped, StopSignals
+from trainer.telemetry import say
+
+
+def data(options: Namespace) -> int:
+    resolved = resolve(load_config(options.config))
+    if options.action == "check":
+        return _check_data(resolved)
+    from trainer.run import Targets, make_data
+
+    folder = run_folder(resolved.config)
+    with StopSignals():
+        try:
+            prepared = make_data(resolved, Targets(resolved), folder)
+        except Stopped as stop:
+            say(f"stopped by {stop}; the same command continues")
+            return stop.exit_code
+    say(json.dumps(prepared.report, indent=2))
+    return 0
+
+
+def _check_data(resolved: Resolved) -> int:
+    """Every line read and encoded; the target itself does nothing."""
+    config = resolved.config
+    ChatTemplate(resolved.tokenizer)
+    folder = config.data.folder or run_folder(config) / "data"
+    prepared = load_prepared(config, folder)
+    if prepared is not None:
+        say(f"{folder} is complete")
+        say(json.dumps(prepared.report, indent=2))
+        return 0
+    report, rejected = check_files(config, resolved.tokenizer)
+    say(json.dumps(report, indent=2))
+    for item in rejected:
+        say(f"{item.where}: {item.reason}")
+    say(f"{len(rejected)} lines are left out")
+    if not report["samples"]["samples"] and not report["prompts"] and rejected:
+        raise DataError("no line can be used", next_step="mend the lines named above")
+    return 0

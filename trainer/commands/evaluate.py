@@ -1,0 +1,56 @@
+"""`evaluate`: a checkpoint's drafter, decoding prompts speculatively."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from trainer.checkpoint import drafter_folder
+from trainer.config import EvaluationConfig, TargetConfig
+from trainer.data.template import ChatTemplate, stop_tokens
+from trainer.drafter import format as drafter_format
+from trainer.drafter.model import Drafter
+from trainer.errors import ConfigError
+from trainer.evaluate import evaluate_prompts, load_prompts, summarize, table, write_report
+from trainer.objective import FrozenTarget
+from trainer.outlook import default_device
+from trainer.speculate import Limits
+from trainer.target import frozen_weights, load_model, load_tokenizer
+from trainer.telemetry import say
+
+
+def evaluate(options: Namespace) -> int:
+    """A checkpoint (or an exported drafter) on prompts from a file."""
+    if options.count < 1 or options.max_new_tokens < 2 or options.temperature < 0:
+        raise ConfigError("--count is at least 1, --max-new-tokens 2, --temperature 0")
+    folder, trained_for = drafter_folder(options.checkpoint)
+    config, weights = drafter_format.load(folder)
+    name = options.target or trained_for
+    if name is None:
+        raise ConfigError(
+            f"{options.checkpoint} does not say which target it was trained for",
+            next_step="name it by --target",
+        )
+    target = TargetConfig(model=name)
+    device = default_device()
+    tokenizer = load_tokenizer(target)
+    model = load_model(target, device)
+    misfits = config.misfits(model.config)
+    if misfits:
+        raise ConfigError(f"this drafter does not fit {name}: {'; '.join(misfits)}")
+    drafter = Drafter(config)
+    drafter.load_state_dict(weights)
+    drafter.to(device, model.dtype)
+    rows = frozen_weights(model).to(device, model.dtype)
+    wanted = EvaluationConfig(prompts=options.prompts, count=options.count)
+    room = config.max_position_embeddings - options.max_new_tokens
+    prompts = load_prompts(wanted, [], ChatTemplate(tokenizer), room)
+    stop = frozenset(stop_tokens(tokenizer, model.generation_config))
+    limits = Limits(options.max_new_tokens, stop, options.temperature)
+    frozen = FrozenTarget(rows.embedding, rows.head)
+    pairs = evaluate_prompts(model, drafter, frozen, prompts, limits, options.seed, say)
+    summary = {"checkpoint": str(options.checkpoint), "target": name}
+    summary |= summarize(pairs, config.block_size, limits, options.seed)
+    if options.json:
+        write_report(options.json, summary)
+    say(table(summary))
+    return 0

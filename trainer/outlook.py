@@ -1,0 +1,52 @@
+"""What is known of a run before a weight is loaded: its folders, its device, who does what.
+
+`check`, and the process that becomes torchrun, need no more; what trains takes 2 s longer to
+import.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from trainer.config import TrainConfig
+from trainer.pipeline.costs import TargetShape, Work
+from trainer.pipeline.plan import Plan, make_plan
+from trainer.resolve import Resolved
+from trainer.target import compute_dtype
+from trainer.telemetry import RUN_DIR_VARIABLE
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """The supervisor's folder if it set one, else the config's."""
+    return Path(os.environ.get(RUN_DIR_VARIABLE) or config.folder).absolute()
+
+
+def data_folder(config: TrainConfig, folder: Path) -> Path:
+    return config.data.folder or folder / "data"
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def make_work(resolved: Resolved, device: torch.device) -> Work:
+    """What the stages cost, for the plan."""
+    config = resolved.config
+    return Work(
+        target=TargetShape.of(resolved.target),
+        drafter=resolved.drafter,
+        rows=config.optimization.rows,
+        length=config.data.sequence_length,
+        anchors=config.data.anchors,
+        microbatches=config.optimization.microbatches,
+        target_bytes=compute_dtype(config.target.dtype, device).itemsize,
+        drafter_bytes=compute_dtype(config.optimization.dtype, device).itemsize,
+    )
+
+
+def plan_run(resolved: Resolved) -> Plan:
+    """Devices and roles. Raises ``PlanError`` for what is impossible."""
+    return make_plan(resolved.config.pipeline, make_work(resolved, default_device()))
