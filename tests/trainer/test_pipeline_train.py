@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ pytest.importorskip("transformers")
 
 import yaml  # noqa: E402
 from tiny_target import run_config, save_target, write_chats  # noqa: E402
+from warm_trainer import ROOT, Trainer, wait_for  # noqa: E402
 
 from trainer.telemetry import StepLine, read_events, read_steps  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
-ROOT = Path(__file__).parents[2]
 STEPS = 120
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -48,11 +47,12 @@ def write_config(home: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-def start(config: Path, *launcher: str, **environment: str) -> subprocess.Popen[str]:
+def start(config: Path, *launcher: str) -> subprocess.Popen[str]:
+    """From nothing, perhaps through torchrun."""
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "trainer", "train", str(config)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,18 +77,16 @@ def events(folder: Path) -> list[str]:
     return [e.event for e in read_events((folder / "events.jsonl").read_text())]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def run(config: Path) -> str:
+    """To its good end; what it said."""
+    with Trainer(config.with_suffix(".log"), "train", config) as process:
+        assert process.wait() == 0, process.said()
+    return process.said()
 
 
 @pytest.fixture(scope="module")
 def inline(home: Path) -> list[float | None]:
-    process = start(write_config(home, "inline"))
-    said = finish(process)
-    assert process.returncode == 0, said
+    run(write_config(home, "inline"))
     return [line.loss for line in steps(home / "inline")]
 
 
@@ -96,9 +94,7 @@ def test_threads_write_the_plan_and_reach_the_same_losses(
     home: Path, inline: list[float | None]
 ) -> None:
     pipeline = {"executor": "threads", "targets": 2, "drafters": 2, "check_equal_every": 5}
-    process = start(write_config(home, "threads", pipeline=pipeline))
-    said = finish(process)
-    assert process.returncode == 0, said
+    said = run(write_config(home, "threads", pipeline=pipeline))
     assert "target 0, target 1, drafter 0, drafter 1" in said
     assert "plan" in events(home / "threads")
     lines = steps(home / "threads")
@@ -177,19 +173,27 @@ def rank_process(torchrun: int, rank: str) -> int:
 # -- two nodes, each with a folder of its own -----------------------------------------------------
 
 
-def start_node(home: Path, config: Path, rank: int, port: int) -> subprocess.Popen[str]:
-    """One of two nodes: torchrun as ``dflashctl launch`` starts it, in a run folder of its own."""
-    folder = home / f"node-{rank}"
-    variables = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    variables |= {"MASTER_PORT": str(port), "DFLASH_RUN_DIR": str(folder)}
-    return start(config, **variables)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def two_nodes(home: Path, config: Path) -> Iterator[list[Trainer]]:
+    """A target and a drafter on each, with the variables and the store that torchrun has for them;
+    ``tests/lab/test_multi_node_training.py`` has torchrun itself."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    with ExitStack() as running:
+        yield [
+            running.enter_context(
+                Trainer(
+                    home / f"rank-{rank}.log",
+                    *("train", config),
+                    **variables,
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank % 2),
+                    DFLASH_RUN_DIR=str(home / f"node-{rank // 2}"),
+                )
+            )
+            for rank in range(4)
+        ]
 
 
 def test_two_nodes_make_the_data_once_stop_together_and_resume_from_the_first(
@@ -202,24 +206,22 @@ def test_two_nodes_make_the_data_once_stop_together_and_resume_from_the_first(
         checkpoint={"every": 10_000},
     )
     first, second = home / "node-0", home / "node-1"
-    port = free_port()
-    nodes = [start_node(home, config, rank, port) for rank in range(2)]
-    wait_for(lambda: (first / "metrics.jsonl").exists() and len(steps(first)) >= 3)
-    # One node is asked, both leave.
-    os.killpg(nodes[1].pid, signal.SIGINT)
-    said = [finish(node) for node in nodes]
+    with two_nodes(home, config) as ranks:
+        wait_for(lambda: (first / "metrics.jsonl").exists() and len(steps(first)) >= 3)
+        # One node is asked, both leave.
+        for rank in ranks[2:]:
+            rank.signal(signal.SIGINT)
+        assert [rank.wait() for rank in ranks] == [130] * 4, [rank.said() for rank in ranks]
     done = steps(first)[-1].step
-    assert done < STEPS, said
+    assert done < STEPS
     assert [p.name for p in (first / "checkpoints").glob("step-*")] == [f"step-{done:08d}"]
     assert not (second / "checkpoints").exists()
     reports = [(folder / "data" / "report.json").read_text() for folder in (first, second)]
     assert reports[0] == reports[1]
 
-    port = free_port()
-    nodes = [start_node(home, config, rank, port) for rank in range(2)]
-    said = [finish(node) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert f"resumed step-{done:08d}" in said[0]
+    with two_nodes(home, config) as ranks:
+        assert [rank.wait() for rank in ranks] == [0] * 4, [rank.said() for rank in ranks]
+    assert f"resumed step-{done:08d}" in ranks[1].said()
     losses = {line.step: line.loss for line in steps(first)}
     assert [losses[i + 1] for i in range(STEPS)] == pytest.approx(inline, rel=1e-4)
     other = events(second / "ranks" / "0003-drafter-1")

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tiny_target import run_config, save_target, write_chats
+from warm_trainer import ROOT, Trainer, wait_for
 
 from trainer.telemetry import read_events, read_steps
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -39,44 +35,13 @@ def write_config(home: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-@contextmanager
-def running(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", "train", str(config)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+def start(config: Path) -> Trainer:
+    return Trainer(config.with_suffix(".log"), "train", config)
 
 
-def run(config: Path, **environment: str) -> tuple[int, str]:
-    with running(config, **environment) as process:
-        said, _ = process.communicate(timeout=240)
-        return process.returncode, said
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trainer", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)
+def run(config: Path) -> tuple[int, str]:
+    with start(config) as process:
+        return process.wait(), process.said()
 
 
 def master(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -125,10 +90,10 @@ def test_a_run_tells_its_story(whole: Path) -> None:
 
 def test_ten_steps_a_kill_and_ten_more_are_twenty_bit_for_bit(home: Path, whole: Path) -> None:
     config = write_config(home, "killed")
-    with running(config) as process:
-        wait_for(home / "killed" / "checkpoints" / "step-00000010")
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with start(config) as process:
+        wait_for((home / "killed" / "checkpoints" / "step-00000010").exists)
+        process.signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     code, said = run(config)
     assert code == 0, said
     assert "resumed step-" in said
@@ -137,16 +102,10 @@ def test_ten_steps_a_kill_and_ten_more_are_twenty_bit_for_bit(home: Path, whole:
 
 def test_sigterm_finishes_the_step_saves_it_and_leaves_with_143(home: Path, whole: Path) -> None:
     config = write_config(home, "stopped", checkpoint={"every": 100})
-    with running(config) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step"):
-                process.send_signal(signal.SIGTERM)
-                break
-        said, _ = process.communicate(timeout=120)
-    if process.returncode == 0:
-        pytest.skip("the run ended before the signal came")
-    assert process.returncode == 143, said
+    with start(config) as process:
+        wait_for(lambda: "\nstep " in process.said())
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 143, process.said()
     events = list(read_events((home / "stopped" / "events.jsonl").read_text()))
     assert [e.event for e in events][-3:] == ["stopping", "checkpoint", "stopped"] or [
         e.event for e in events
@@ -188,12 +147,20 @@ def test_a_checkpoint_is_evaluated_and_exported_by_command(home: Path, whole: Pa
     prompts.write_text('{"prompt": "count from 3"}\n')
     out = home / "report.json"
     options = ["--prompts", str(prompts), "--max-new-tokens", "8", "--json", str(out)]
-    done = command("evaluate", checkpoint, *options)
-    assert done.returncode == 0, done.stderr
-    assert "identical to greedy" in done.stdout
+    with Trainer(home / "evaluate.log", "evaluate", checkpoint, *options) as process:
+        assert process.wait() == 0, process.said()
+    assert "identical to greedy" in process.said()
     assert json.loads(out.read_text())["prompts"] == 1
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "export", checkpoint, home / "zlab"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    words = ("export", checkpoint, home / "speculators", "--form", "speculators")
+    with Trainer(home / "export.log", *words) as process:
+        assert process.wait() == 0, process.said()
     for form in ("zlab", "speculators"):
-        folder = home / form
-        done = command("export", checkpoint, str(folder), "--form", form)
-        assert done.returncode == 0, done.stderr
-        assert (folder / "model.safetensors").is_file()
+        assert (home / form / "model.safetensors").is_file()
