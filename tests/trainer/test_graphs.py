@@ -21,7 +21,7 @@ from trainer.objective import FrozenTarget
 from trainer.pipeline.inline import InlineExecutor
 from trainer.pipeline.stages import DrafterStage, Sums
 from trainer.replica import DrafterReplica
-from trainer.target import frozen_weights
+from trainer.target import compute_dtype, frozen_weights
 
 pytestmark = pytest.mark.torch
 
@@ -35,11 +35,12 @@ def replica(device: torch.device, cuda_graph: bool, **optimization: Any) -> Draf
         torch.manual_seed(7)
         frozen = frozen_weights(AutoModelForCausalLM.from_config(target_config()))
     config = train_config(2, cuda_graph=cuda_graph)
+    dtype = compute_dtype("auto", device)
     changed = config.optimization.model_copy(update=optimization)
     return DrafterReplica(
         config.model_copy(update={"optimization": changed}),
         tiny_drafter_config(),
-        FrozenTarget(frozen.embedding.to(device), frozen.head.to(device)),
+        FrozenTarget(frozen.embedding.to(device, dtype), frozen.head.to(device, dtype)),
         100,
         device,
         head_loss=fast_head_loss(device),
