@@ -5,9 +5,11 @@
     python benchmarks/trainer/multi_gpu.py --device cpu --shape tiny --small tiny --split 1,1
 
 Parts, in this order: warm (one process compiles everything once into a cache that all later parts
-share), threads, processes (the same split), small (processes, the small shape), losses (every
-executor against one GPU), failure (a stage that raises), killed (a rank), copies (P2P against
-host), gradients (the sum over drafters).
+share), threads, processes (the same split), small and small threads (the small shape), losses
+(every executor against one GPU), failure (a stage that raises), killed (a rank), real (SmolLM2
+itself on data it writes, killed and resumed), copies (P2P against host), gradients (the sum over
+drafters).
+Parts in several calls share what was compiled with ``--cache FOLDER``.
 
 Each figure is printed when it is known and, with ``BENCHMARK_OUT``, appended to ``multi_gpu.jsonl``
 there. A part is ended at its own limit, and all of them at ``--seconds``; what was told stands.
@@ -38,6 +40,7 @@ from measure import (
     together,
     watch_part,
 )
+from real_run import TARGET, run_real
 from workload import Workload
 
 from trainer.pipeline.board import Board
@@ -54,13 +57,15 @@ LIMITS = {
     "threads": 90,
     "processes": 80,
     "small": 45,
+    "small threads": 45,
     "losses": 45,
     "failure": 30,
     "killed": 30,
+    "real": 120,
     "copies": 15,
     "gradients": 15,
 }
-"""Seconds of each part; 520 in all. What one leaves over is the others'."""
+"""Seconds of each part, 560 at most together. What one leaves over is the others'."""
 
 SPLITS = {2: (1, 1), 4: (2, 2), 8: (5, 3)}
 GRADIENT = 1_048_600_000
@@ -149,6 +154,8 @@ def loaded(options: argparse.Namespace, shape: str, executor: str) -> tuple[Work
         devices=options.devices[: targets + drafters],
         check_equal_every=5,
         stall_limit_s=300,
+        # Bound by launches otherwise (0.60 of the slower stage in threads, 2026-11-29).
+        cuda_graph=shape == "smollm2",
     )
     return load, make_plan(load.config.pipeline, load.work())
 
@@ -350,6 +357,7 @@ def main() -> None:
     figures.tell("machine", "devices", f"{len(options.devices)} x {name}")
     figures.tell("machine", "torch", torch.__version__)
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as cache:
+        cache = options.cache or cache
         for part in options.parts:
             left = options.seconds - figures.spent_s()
             if left < 5:
@@ -380,6 +388,8 @@ def run_watched(
 
 
 def command_of(options: argparse.Namespace, part: str) -> list[str]:
+    if part == "small threads":
+        return [*me(options, "threads"), "--shape", options.small]
     if part not in ("processes", "small", "killed"):
         return me(options, part)
     launcher = ["-m", "torch.distributed.run", "--standalone"]
@@ -410,6 +420,9 @@ def run_here(options: argparse.Namespace) -> None:
     if options.part == "gradients":
         gradients(options.devices, GRADIENT if gpu else 1 << 16)
         return
+    if options.part == "real":
+        run_real(options.devices, options.split, options.target)
+        return
     parts = {
         "warm": run_warm,
         "threads": run_threads,
@@ -427,18 +440,21 @@ def me(options: argparse.Namespace, part: str) -> list[str]:
         *("--part", part, "--split", ",".join(map(str, options.split))),
         *("--shape", options.shape, "--small", options.small),
         *("--device", options.device, "--steps", str(options.steps)),
+        *("--target", options.target),
     ]
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", default=",".join(LIMITS), help="which, with commas")
-    parser.add_argument("--seconds", type=float, default=520, help="for all parts together (520)")
+    parser.add_argument("--seconds", type=float, default=530, help="for all parts together (530)")
     parser.add_argument("--split", help="targets,drafters (by the number of GPUs)")
     parser.add_argument("--shape", default="8b", help="of threads and processes")
     parser.add_argument("--small", default="smollm2", help="of losses and failure")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--cache", help="folder for compiled code (one of its own, removed after)")
+    parser.add_argument("--target", default=TARGET, help="of the part real")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--kill-rank", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args()
