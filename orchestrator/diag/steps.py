@@ -76,6 +76,8 @@ _JSON_KEYS = {
     "gradient": ("gradient_norm", "grad_norm", "gnorm"),
     "memory": ("memory_gb", "mem_gb", "mem"),
     "recompiles": ("recompiles",),
+    "target_capacity": ("target_capacity",),
+    "drafter_capacity": ("drafter_capacity",),
 }
 
 
@@ -100,6 +102,9 @@ class Step:
     recompiles: int | None = None
     waiting_share: float | None = None
     """Share of the step that went by waiting for data, if it is timed."""
+    target_capacity: float | None = None
+    """Context tokens a second if the targets never waited, as our trainer's record has it."""
+    drafter_capacity: float | None = None
 
     @property
     def number(self) -> int:
@@ -191,6 +196,8 @@ def _record(line: Line, text: str) -> Step | None:
         values["memory"],
         int(recompiles) if recompiles is not None else None,
         _waiting(record),
+        values["target_capacity"],
+        values["drafter_capacity"],
     )
 
 

@@ -8,10 +8,13 @@ from itertools import pairwise
 from statistics import median
 
 from orchestrator.diag.evidence import Evidence, Hit
-from orchestrator.diag.finding import Finding
+from orchestrator.diag.finding import Finding, Severity
+from orchestrator.diag.plan import behind, capacities, plan_of
 from orchestrator.diag.probes import Probe
 from orchestrator.diag.steps import Series, Step
 from orchestrator.diag.text import Line
+
+WARM_LINES = 6
 
 STARVED = (
     r"(?i)\b(?:drafters?|trainers?|consumers?|readers?)\b[^\n]{0,40}\b(?:starv\w+|waited|"
@@ -36,8 +39,9 @@ BACKPRESSURE = (
 
 def collapse(e: Evidence) -> Iterator[Finding]:
     """The last lines' median rate below half of the run's own best stretch, or below six tenths of
-    the predecessor's or the plan's. Warm-up, one slow line round a checkpoint, and a rate that came
-    back are healthy."""
+    the predecessor's or of a measured plan's; or below half of what its own stages have shown that
+    they can, each alone. Warm-up, one slow line round a checkpoint, and a rate that came back are
+    healthy, and so is whatever a plan of counted costs promised: that is only told."""
     rates = [(s, r) for s, r in Series(e.progress).rates() if r > 0] or _bar_rates(e.lines)
     if len(rates) < 3:
         return
@@ -79,6 +83,46 @@ def collapse(e: Evidence) -> Iterator[Finding]:
             confidence=0.85,
             lasting=True,
         )
+    elif unit == "tok/s":
+        yield from _against_plan(e, now, [s for s, _ in rates])
+
+
+def _against_plan(e: Evidence, now: float, steps: list[Step]) -> Iterator[Finding]:
+    """``now``: context tokens a second, as our trainer counts both."""
+    plan = plan_of(e)
+    # The gauge looks back over 20 steps, so the first lines still hold the warm-up.
+    if plan is None or len(steps) < WARM_LINES:
+        return
+    recent = steps[-5:]
+    shown = capacities(steps[3:])
+    # Two threads that only launch small kernels share one interpreter: 0.60 of the slower stage.
+    reach = min(shown.values()) if len(shown) == 2 and plan.apart else None
+    if reach is not None and now < 0.5 * reach and not _waits(e)[0]:
+        title = (
+            f"measured {_round(now)} tok/s; planned {_round(reach)}, by what each stage takes when "
+            "it works; at fault is neither stage: both wait, for copies, sums over ranks or Python"
+        )
+        severity: Severity = "warning"
+    elif (plan.measured and now < 0.62 * plan.rate) or (
+        not plan.measured and not plan.on_cpu and now < 0.5 * plan.rate
+    ):
+        # Of counted costs: SmolLM2's healthy stages reach a tenth.
+        costs = "measured costs" if plan.measured else "counted costs, an upper bound"
+        late = behind(plan, recent)
+        fault = f"; the {late} is farthest behind its part" if late else _stage_at_fault(e)
+        title = f"measured {_round(now)} tok/s; planned {_round(plan.rate)} ({costs}){fault}"
+        severity = "warning" if plan.measured else "info"
+    else:
+        return
+    yield e.found(
+        "throughput.collapse",
+        title,
+        [plan.line, recent[0].line, recent[-1].line],
+        _ADVICE,
+        severity=severity,
+        confidence=0.75,
+        lasting=True,
+    )
 
 
 def _changes(e: Evidence) -> tuple[str, list[Line]]:
@@ -164,6 +208,9 @@ _OTHER = re.compile(
 )
 
 
+_RECORDS = re.compile(r"^(?:events|metrics)(?:\.jsonl)?$")
+
+
 def _predecessor(e: Evidence, unit: str) -> tuple[float, Line | Probe, str] | None:
     number = (
         r"(\d[\d,]*\.?\d*) ?([kKM])?\s?(?:tok(?:en)?s?\s?/\s?s\w*|tok/s|tps)|(?:tok_s|"
@@ -173,6 +220,8 @@ def _predecessor(e: Evidence, unit: str) -> tuple[float, Line | Probe, str] | No
         number = r"(\d+\.?\d*)()()() ?(?:it/s|steps/s)"
     scale = {"k": 1e3, "K": 1e3, "M": 1e6}
     for probe in e.probes:
+        if _RECORDS.match(probe.key):
+            continue  # a plan of counted costs is among them, and no run's measure
         if not (_OTHER.search(probe.key) or _OTHER.search(probe.text)):
             continue
         found = [_value(m, scale) for m in re.finditer(number, probe.text)]
