@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,13 @@ from orchestrator.watch import last_that_trained
 LINES = 200_000
 EVENT_LINES = 2_000
 METRIC_LINES = 5_000
-# 0.6 s to start and open the channel, these, 0.3 s to judge: 3 s in all, also where nvidia-smi and
-# df hang. A card that nobody holds, without a persistence daemon, may need longer;
-# of a run that lives it does not.
-LOOK_LIMIT_S = 2.0
+# From the request to the last look, on either side: 0.6 s to start and open the channel, 0.4 s of
+# pct, these, 0.3 s to judge make 3 s in all, also where nvidia-smi and df hang. A card that nobody
+# holds, without a persistence daemon, may need longer; of a run that lives it does not.
+LOOK_LIMIT_S = 1.5
+# For the agent's own word that a look was late, and the way back.
+LATE_S = 0.4
+# The host's side from the open connection on, where its agent is slow to start.
 HOST_LIMIT_S = 3.0
 # Of use only where something has failed.
 AFTERWARDS = frozenset({"pip_check"})
@@ -65,13 +68,11 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
         found.probes["ct"] = ref.target.ct
     if (launched := launch_time(ref.run_id or "")) is not None:
         found.probes["run_started"] = launched
-    host: dict[str, Any] = {}
-    beside: threading.Thread | None = None
+    beside: Looks | None = None
     try:
         channel = fleet.container(ref.target)
-        asking = partial(_ask_host, fleet, ref, host, channel)
-        beside = threading.Thread(target=asking, daemon=True)
-        beside.start()
+        until = time.monotonic() + HOST_LIMIT_S
+        beside = Looks("host", partial(_ask_host, fleet, ref, channel))
         _ask_container(fleet, channel, ref, found)
     except RunNotFound:
         # Nothing to diagnose; `doctor` looks at containers.
@@ -80,10 +81,49 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
         found.error = error
         found.probes["ssh" if ref.target.ct is None or error.ct is None else "pct"] = raw(error)
     if beside is not None:
-        beside.join(HOST_LIMIT_S)
-    # A copy: a host that is late may still be adding to its own.
-    found.probes.update(dict(host))
+        # It looked while the container did.
+        found.probes.update(beside.taken(until - time.monotonic()))
     return found
+
+
+Answers = Iterator[dict[str, Any]]
+
+
+class Looks:
+    """What one machine is asked to look at, taken as it comes: who is late keeps nobody waiting."""
+
+    def __init__(self, side: str, ask: Callable[[], Answers]) -> None:
+        self.side = side
+        self._found: dict[str, Any] = {}
+        self._heard = time.monotonic()
+        self._error: DflashctlError | None = None
+        self._thread = threading.Thread(target=self._take, args=(ask,), daemon=True)
+        self._thread.start()
+
+    def _take(self, ask: Callable[[], Answers]) -> None:
+        try:
+            for look in ask():
+                value = look["value"] if look["ok"] else look.get("error", "")
+                self._found[look["probe"]] = value
+                self._heard = time.monotonic()
+        except DflashctlError as error:
+            self._error = error
+
+    def taken(self, limit_s: float) -> dict[str, Any]:
+        """After ``limit_s`` at most, or once a slow link that still brings some brings no more."""
+        until = time.monotonic() + limit_s
+        while (left := max(until, self._heard + LATE_S) - time.monotonic()) > 0:
+            self._thread.join(left)
+            if not self._thread.is_alive():
+                break
+        # A copy: a machine that is late may still be adding to its own.
+        found = dict(self._found)
+        if self._error is not None:
+            # The container's own channel tells of a host that is not reached.
+            found.setdefault(f"{self.side}_agent", self._error.what)
+        elif self._thread.is_alive():
+            found[f"{self.side}_agent"] = f"looked no further: {len(found)} looks are all it told"
+        return found
 
 
 def launch_time(run_id: str) -> float | None:
@@ -108,7 +148,6 @@ def raw(error: DflashctlError) -> str:
 
 def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Collected) -> None:
     about = channel.request("run.status", lines=0, **ref.fields)
-    python = ref.target.settings.python
     answer = about.result()
     summary = RunSummary.model_validate(answer)
     found.summary = summary
@@ -117,8 +156,8 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
     found.probes["run_started"] = summary.created
     if gpus := answer.get("gpus"):
         found.probes["run_gpus"] = gpus
-    names = [name for name in CONTAINER_PROBES if summary.is_over or name not in AFTERWARDS]
-    looks = channel.request("probe", names=names, python=python, timeout_s=LOOK_LIMIT_S, **run)
+    looks = Looks("container", partial(_ask_looks, channel, ref, summary))
+    until = time.monotonic() + LOOK_LIMIT_S + LATE_S
     log = channel.request("tail", files=[RunPaths("").log], lines=LINES, follow=False, **run)
     records = {
         name: channel.request("tail", files=[path], lines=count, follow=False, **run)
@@ -138,12 +177,13 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
         text = _whole(request)
         if text:
             found.probes[name] = text
-    found.probes.update(_values(looks.result()))
     found.records["run.json"] = dict(answer.get("record") or {})
     if (recorded := _environment(_whole(environment))) is not None:
         found.records["environment.json"] = recorded.model_dump(mode="json")
+    # While the machines are still looking.
     before = (summary.model_extra or {}).get("predecessor")
     earlier = _compare(channel, ref, answer, str(before), found) if before else None
+    found.probes.update(looks.taken(until - time.monotonic()))
     if drifted := _drift(earlier, recorded, str(found.probes.get("pip_list") or "")):
         found.probes["env_drift"] = "\n".join(drifted)
     if stacks is not None:
@@ -151,6 +191,15 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
         found.probes["stacks_1"] = _stacks(fleet, ref, summary, stacks)
         again = _request_stacks(channel, ref, summary)
         found.probes["stacks_2"] = _stacks(fleet, ref, summary, again)
+
+
+def _ask_looks(channel: AgentChannel, ref: RunRef, summary: RunSummary) -> Answers:
+    names = [name for name in CONTAINER_PROBES if summary.is_over or name not in AFTERWARDS]
+    python, run_id = ref.target.settings.python, summary.run_id
+    request = channel.request(
+        "probe", names=names, python=python, timeout_s=LOOK_LIMIT_S, run_id=run_id
+    )
+    yield from (head for head, _ in request.frames())
 
 
 def _drift(before: Environment | None, start: Environment | None, listed: str) -> list[str]:
@@ -261,23 +310,11 @@ def _environment(text: str) -> Environment | None:
         return None
 
 
-def _ask_host(fleet: Fleet, ref: RunRef, found: dict[str, Any], inside: AgentChannel) -> None:
+def _ask_host(fleet: Fleet, ref: RunRef, inside: AgentChannel) -> Answers:
     """``inside``: the channel to the container, which nobody need wait for while it is frozen."""
-    try:
-        channel = fleet.host(ref.target.host)
-        request = channel.request("probe", side="host", ct=ref.target.ct, timeout_s=LOOK_LIMIT_S)
-        for head, _ in request.frames():
-            found.update(_values({"probes": {head["probe"]: head}}))
-            if head["probe"] == "cgroup_events" and FROZEN.search(str(head.get("text"))):
-                inside.give_up(frozen(ref.target.host.name, ref.target.ct))
-    except DflashctlError as error:
-        # The container's own channel tells of a host that is not reached.
-        found.setdefault("host_agent", error.what)
-
-
-def _values(answer: dict[str, Any]) -> dict[str, Any]:
-    """A probe's value; of one that failed, its words."""
-    return {
-        name: look["value"] if look["ok"] else look.get("error", "")
-        for name, look in answer["probes"].items()
-    }
+    channel = fleet.host(ref.target.host)
+    request = channel.request("probe", side="host", ct=ref.target.ct, timeout_s=LOOK_LIMIT_S)
+    for head, _ in request.frames():
+        if head["probe"] == "cgroup_events" and FROZEN.search(str(head.get("text"))):
+            inside.give_up(frozen(ref.target.host.name, ref.target.ct))
+        yield head

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.agent.host import container_of
-from orchestrator.agent.looking import Failed, command, text_of
+from orchestrator.agent.looking import Failed, Limit, command, text_of
 from orchestrator.agent.process import command as command_line
 from orchestrator.agent.process import run_of
 from orchestrator.agent.serve import Request
@@ -20,7 +20,7 @@ _PROCESS_FIELDS = "pid,gpu_uuid,used_memory,process_name"
 
 
 def processes(request: Request) -> dict[str, Any]:
-    limit = request.get("timeout_s", (int, float), LIMIT_S)
+    limit = Limit(request.get("timeout_s", (int, float), LIMIT_S))
     try:
         gpus = cards(limit)
         found = applications(limit)
@@ -31,7 +31,7 @@ def processes(request: Request) -> dict[str, Any]:
     return {"gpus": gpus, "processes": found}
 
 
-def cards(limit_s: float) -> list[dict[str, Any]]:
+def cards(limit: Limit) -> list[dict[str, Any]]:
     """Memory in MiB, utilization in percent; null where the driver does not say."""
     return [
         {
@@ -43,12 +43,12 @@ def cards(limit_s: float) -> list[dict[str, Any]]:
             "utilization": _number(row[5]),
             "pids": [],
         }
-        for row in _query("gpu", _GPU_FIELDS, limit_s)
+        for row in _query("gpu", _GPU_FIELDS, limit)
     ]
 
 
-def applications(limit_s: float) -> list[dict[str, Any]]:
-    rows = _query("compute-apps", _PROCESS_FIELDS, limit_s)
+def applications(limit: Limit) -> list[dict[str, Any]]:
+    rows = _query("compute-apps", _PROCESS_FIELDS, limit)
     found = []
     for row in rows:
         pid = _number(row[0])
@@ -65,10 +65,10 @@ def applications(limit_s: float) -> list[dict[str, Any]]:
     return found
 
 
-def _query(what: str, fields: str, limit_s: float) -> list[list[str]]:
+def _query(what: str, fields: str, limit: Limit) -> list[list[str]]:
     text = command(
         ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"],
-        limit_s,
+        limit,
         check=True,
     )
     width = fields.count(",") + 1
@@ -87,19 +87,19 @@ def _number(text: str) -> int | None:
 # Probes
 
 
-def compute_applications(limit_s: float) -> str:
-    index = {card["uuid"]: card["index"] for card in cards(limit_s)}
+def compute_applications(limit: Limit) -> str:
+    index = {card["uuid"]: card["index"] for card in cards(limit)}
     lines = ["gpu, pid, name, used"]
-    for one in applications(limit_s):
+    for one in applications(limit):
         name = one["command"].split(" ")[0].rpartition("/")[2]
         lines.append(f"{index.get(one['gpu_uuid'])}, {one['pid']}, {name}, {one['memory_mb']} MiB")
     return "\n".join(lines)
 
 
-def compute_groups(limit_s: float) -> str:
+def compute_groups(limit: Limit) -> str:
     """PID and control group of each process on a GPU."""
     lines = []
-    for one in applications(limit_s):
+    for one in applications(limit):
         if one["pid"] is None:
             continue
         try:

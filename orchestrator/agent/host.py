@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.agent.files import make_private, write_all
-from orchestrator.agent.looking import Failed, command, text_of
+from orchestrator.agent.looking import Failed, Limit, command, text_of
 from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.serve import Request
 
@@ -160,7 +160,7 @@ def looks(scene: Scene) -> dict[str, Callable[[], Any]]:
     from orchestrator.agent.gpu import compute_applications, compute_groups
     from orchestrator.agent.probe import list_devices
 
-    limit = scene.limit_s
+    limit = scene.limit
 
     def run(line: str) -> Callable[[], str]:
         return partial(command, line.split(), limit)
@@ -206,12 +206,12 @@ def _fact(line: str) -> tuple[str, str, str]:
     return key.strip(), colon, value
 
 
-def kernel_log(limit_s: float) -> str:
+def kernel_log(limit: Limit) -> str:
     """With dates where dmesg can: a line from before the run is no cause of its end."""
     try:
-        return command(["dmesg", "--time-format", "iso"], limit_s, check=True)
+        return command(["dmesg", "--time-format", "iso"], limit, check=True)
     except Failed:
-        return command(["dmesg"], limit_s)
+        return command(["dmesg"], limit)
 
 
 def last_lines(text: str, count: int) -> str:
@@ -301,7 +301,7 @@ def _busy_tools() -> str:
 _UNITS = ("pve-cluster", "pvedaemon", "pvestatd", "lxcfs", "pveproxy", "corosync", "zfs-mount")
 
 
-def _failed_units(limit: float) -> str:
+def _failed_units(limit: Limit) -> str:
     text = command(["systemctl", "show", "-p", "Id,ActiveState,Result", *_UNITS], limit, check=True)
     lines = []
     for block in text.split("\n\n"):

@@ -1,4 +1,4 @@
-"""Looks at a machine that may be ill: each has its own time limit, none can fail another.
+"""Looks at a machine that may be ill: side by side, with one end for all; none fails another.
 
 A command that hangs in the kernel (``nvidia-smi`` on a lost GPU, ``df`` on a dead mount) cannot be
 killed and so is never waited for; a function that hangs leaves a thread behind.
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 # `nvidia-smi topo -m` underlines its head even into a pipe.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
-AT_ONCE = 8
+LATE_S = 0.25
+"""Beyond the limit: a command's own words about it are better than ours."""
 TEXT_LIMIT = 256 << 10
 
 
@@ -35,11 +36,24 @@ class Look(NamedTuple):
     error: str = ""
 
 
-def command(argv: Sequence[str], limit_s: float, *, check: bool = False) -> str:
+class Limit:
+    """Of all that one answer needs: a second command has what the first left of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+
+def command(argv: Sequence[str], limit: Limit | float, *, check: bool = False) -> str:
     """What it prints on both outputs, however it ends (its message is often the finding).
 
     ``Failed`` if it is not there, is too slow, or, with ``check``, ends with another code than 0.
     """
+    limit = limit if isinstance(limit, Limit) else Limit(limit)
     try:
         child = subprocess.Popen(
             argv,
@@ -53,10 +67,10 @@ def command(argv: Sequence[str], limit_s: float, *, check: bool = False) -> str:
     except OSError as error:
         raise Failed(f"{argv[0]}: {error.strerror}") from error
     try:
-        output, _ = child.communicate(timeout=limit_s)
+        output, _ = child.communicate(timeout=limit.left_s)
     except subprocess.TimeoutExpired as error:
         os.killpg(child.pid, signal.SIGKILL)
-        raise Failed(f"timed out after {limit_s:g} s") from error
+        raise Failed(_timed_out(limit.seconds)) from error
     text = _COLOURS.sub("", output[-TEXT_LIMIT:].decode("utf-8", "replace")).rstrip("\n")
     if check and child.returncode != 0:
         raise Failed(text or f"{argv[0]} ended with {child.returncode}")
@@ -72,38 +86,49 @@ def text_of(path: str, limit: int = TEXT_LIMIT) -> str:
         raise Failed(f"{path}: {error.strerror}") from error
 
 
+def _timed_out(seconds: float) -> str:
+    return f"timed out after {seconds:g} s"
+
+
 def at_once(
     looks: Mapping[str, Callable[[], Any]],
     limit_s: float,
     tell: Callable[[str, Look], None],
+    *,
+    width: int | None = None,
 ) -> dict[str, Look]:
-    """All of them, a few at a time; ``tell`` hears of each as it comes, from this thread."""
+    """All of them side by side, all within ``limit_s`` from now (and ``LATE_S``); ``tell`` hears of
+    each as it comes, from this thread.
+
+    :param width: no more than so many at a time, where each is costly; those that a hanging one
+        leaves no place for are told as timed out, too.
+    """
     answers: queue.SimpleQueue[tuple[str, Look]] = queue.SimpleQueue()
+    until = time.monotonic() + limit_s + LATE_S
     waiting = list(looks.items())
-    begun: dict[str, float] = {}
     found: dict[str, Look] = {}
 
     def work(name: str, look: Callable[[], Any]) -> None:
-        start = time.monotonic()
-        answers.put((name, _look(look, start)))
+        answers.put((name, _look(look, time.monotonic())))
 
-    while waiting or begun:
-        while waiting and len(begun) < AT_ONCE:
-            name, look = waiting.pop(0)
-            begun[name] = time.monotonic()
+    def begin(count: int) -> None:
+        for name, look in waiting[:count]:
             threading.Thread(target=work, args=(name, look), daemon=True).start()
-        # A little longer than the commands' own limit: their words are better than ours.
-        patience = min(begun.values()) + limit_s + 0.5 - time.monotonic()
+        del waiting[:count]
+
+    begin(width or len(waiting))
+    while len(found) < len(looks):
         try:
-            name, result = answers.get(timeout=max(0.0, patience))
+            name, result = answers.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
-            name = min(begun, key=lambda one: begun[one])
-            result = Look(False, None, limit_s, f"timed out after {limit_s:g} s")
-        if begun.pop(name, None) is None:
-            # Answered after we had given it up.
-            continue
+            break
         found[name] = result
         tell(name, result)
+        begin(1)
+    for name in looks:
+        if name not in found:
+            found[name] = Look(False, None, limit_s, _timed_out(limit_s))
+            tell(name, found[name])
     return found
 
 

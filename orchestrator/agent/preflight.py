@@ -13,7 +13,7 @@ import time
 from functools import cache, partial
 from typing import Any
 
-from orchestrator.agent.looking import Failed, Look, at_once, command
+from orchestrator.agent.looking import Failed, Limit, Look, at_once, command
 from orchestrator.agent.program import which
 from orchestrator.agent.serve import Request
 
@@ -223,7 +223,7 @@ def _gpu(wanted: list[str]) -> dict[str, Any]:
         return {"wanted": [], "visible": []}
     from orchestrator.agent.gpu import cards
 
-    visible = cards(LIMIT_S)
+    visible = cards(Limit(LIMIT_S))
     names = {str(card["index"]) for card in visible} | {card["uuid"] for card in visible}
     value = {"wanted": wanted, "visible": visible}
     missing = [one for one in wanted if one not in names]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.agent import process
 from orchestrator.agent.files import read_record
-from orchestrator.agent.looking import Failed, Look, at_once, command, text_of
+from orchestrator.agent.looking import Failed, Limit, Look, at_once, command, text_of
 from orchestrator.agent.program import boot_id, which
 from orchestrator.agent.protocol import PROBES, AgentError
 from orchestrator.agent.records import exit_record, run_record, supervisor_record
@@ -55,7 +55,8 @@ class Scene(NamedTuple):
     python: str
     ct: int | None
     pve_root: str
-    limit_s: float
+    limit: Limit
+    """Of all looks together, from the moment of the request."""
 
 
 def probe(request: Request) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def probe(request: Request) -> dict[str, Any]:
         python=request.get("python", str, "python3"),
         ct=request.get("ct", int),
         pve_root=request.get("pve_root", str, "/etc/pve"),
-        limit_s=request.get("timeout_s", (int, float), 3.0),
+        limit=Limit(request.get("timeout_s", (int, float), 3.0)),
     )
     looks = _looks(side, scene)
     names = request.get("names", list) or list(PROBES[side])
@@ -85,7 +86,7 @@ def probe(request: Request) -> dict[str, Any]:
         results[name] = _as_answer(look)
         request.send({"probe": name, **results[name]})
 
-    at_once({name: looks[name] for name in names}, scene.limit_s, tell)
+    at_once({name: looks[name] for name in names}, scene.limit.left_s, tell)
     return {"probes": results}
 
 
@@ -106,14 +107,14 @@ def _looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
 
         return looks(scene)
     found: dict[str, Callable[[], Any]] = {
-        name: partial(command, line.split(), scene.limit_s) for name, line in COMMANDS.items()
+        name: partial(command, line.split(), scene.limit) for name, line in COMMANDS.items()
     }
     found |= {name: partial(text_of, path) for name, path in FILES.items()}
     found |= {
         "now": lambda: time.strftime("%Y-%m-%d %H:%M:%S"),
         "date": lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "boot_id": lambda: _boot_ids(scene.run),
-        "ls_dev": lambda: list_devices(scene.limit_s),
+        "ls_dev": lambda: list_devices(scene.limit),
         "tmux": lambda: _tmux(scene),
         "ps": lambda: process_table(),
         "memory_events": lambda: control_group("memory.events", "memory/memory.oom_control"),
@@ -139,19 +140,19 @@ def _boot_ids(run: RunPaths | None) -> dict[str, str | None]:
     return {"at_start": record.get("boot_id"), "now": boot_id()}
 
 
-def list_devices(limit_s: float) -> str:
+def list_devices(limit: Limit) -> str:
     """``ls -l`` of the nodes; plain files among them are what matters."""
-    return command(["sh", "-c", "ls -l /dev/nvidia* /dev/nvidia-caps/* 2>&1"], limit_s)
+    return command(["sh", "-c", "ls -l /dev/nvidia* /dev/nvidia-caps/* 2>&1"], limit)
 
 
 def _tmux(scene: Scene) -> str:
     if which("tmux") is None:
         return "tmux: not found"
-    sessions = command(["tmux", "ls"], scene.limit_s)
+    sessions = command(["tmux", "ls"], scene.limit)
     if scene.run is None:
         return sessions
     target = f"={scene.run.run_id}:"
-    pane = command(["tmux", "capture-pane", "-p", "-J", "-t", target], scene.limit_s)
+    pane = command(["tmux", "capture-pane", "-p", "-J", "-t", target], scene.limit)
     shown = [line for line in pane.splitlines() if line.strip()][-3:]
     return "\n".join([sessions, *(f"pane: {line}" for line in shown)])
 
@@ -330,4 +331,4 @@ print("\\n".join(sorted(said)) or "No broken requirements found.")
 
 
 def _ask_python(scene: Scene, code: str) -> str:
-    return command([scene.python, "-c", code], scene.limit_s, check=True)
+    return command([scene.python, "-c", code], scene.limit, check=True)

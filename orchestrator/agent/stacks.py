@@ -20,6 +20,8 @@ from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.records import supervisor_record
 from orchestrator.agent.serve import Request
 
+AT_ONCE = 8
+"""py-spy reads a whole process; of hundreds, not all at the same time."""
 THREADS = 400
 """More threads of one process than this are not listed: they wait in a pool."""
 IN_ALL = 2 << 20
@@ -71,7 +73,8 @@ def _look(pids: list[int], spy: str | None, limit: float) -> list[dict[str, Any]
         one |= {} if rank is None else {"rank": rank}
         found.append(one if look.ok else {**one, "error": look.error})
 
-    at_once(looks, limit, tell)
+    rounds = -(-len(looks) // AT_ONCE)
+    at_once(looks, limit * rounds, tell, width=AT_ONCE)
     return sorted(found, key=lambda one: int(one["pid"]))
 
 
