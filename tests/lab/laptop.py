@@ -10,14 +10,39 @@ import select
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fork_server import ForkServer
+
 ROOT = Path(__file__).parents[2]
+MODULE = "orchestrator.cli"
+IMPORTS = """
+from orchestrator.cli.app import VERBS, load
+import fabric
+for name, verb in VERBS.items(): load(name, verb)
+"""
+
+
+@cache
+def server() -> ForkServer:
+    """Has imported every verb."""
+    return ForkServer(IMPORTS, base_environment())
+
+
+def base_environment() -> dict[str, str]:
+    kept = {"PATH", "LANG", "LC_ALL", "TERM"} & os.environ.keys()
+    return {**{name: os.environ[name] for name in kept}, "PYTHONPATH": str(ROOT)}
 
 
 class Cli:
-    """``dflashctl`` as a user runs it: a process of its own, with a home of its own."""
+    """``dflashctl`` as a user runs it: a process of its own, with a home of its own.
+
+    What is called is forked from a process that has its imports; what is started, asked for bytes,
+    given a terminal or more variables starts from nothing, and so does every verb that
+    ``test_howto.py`` and ``test_tutorial.py`` run.
+    """
 
     def __init__(self, home: Path, inventory: Path) -> None:
         self.home = home
@@ -27,10 +52,8 @@ class Cli:
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {"PATH", "LANG", "LC_ALL", "TERM"} & os.environ.keys()
         return {
-            **{name: os.environ[name] for name in kept},
-            "PYTHONPATH": str(ROOT),
+            **base_environment(),
             "HOME": str(self.home),
             "DFLASHCTL_INVENTORY": str(self.inventory),
             **self.extra,
@@ -38,7 +61,7 @@ class Cli:
 
     def start(self, *words: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.cli", *map(str, words)],
+            [sys.executable, "-m", MODULE, *map(str, words)],
             cwd=cwd or self.home,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -51,12 +74,19 @@ class Cli:
         self, *words: str | Path, cwd: Path | None = None, code: int | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run to the end; ``code`` is the exit code that must come out. No traceback, ever."""
-        process = self.start(*words, cwd=cwd)
-        out, err = process.communicate(timeout=120)
-        done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        done = self._run([str(word) for word in words], cwd or self.home)
+        out, err = done.stdout, done.stderr
         assert "Traceback" not in err, err
         assert code is None or done.returncode == code, f"exit {done.returncode}: {out}\n{err}"
         return done
+
+    def _run(self, words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+        if not self.extra:
+            environment = self.environment
+            return server().run(MODULE, words, cwd=cwd, variables=environment, limit_s=120)
+        process = self.start(*words, cwd=cwd)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def json(self, *words: str | Path, cwd: Path | None = None, code: int = 0) -> dict[str, Any]:
         """The one JSON object that a verb prints."""
@@ -70,7 +100,7 @@ class Cli:
     ) -> subprocess.CompletedProcess[bytes]:
         """Run to the end; its output as bytes."""
         return subprocess.run(
-            [sys.executable, "-m", "orchestrator.cli", *map(str, words)],
+            [sys.executable, "-m", MODULE, *map(str, words)],
             cwd=cwd or self.home,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -109,7 +139,7 @@ class Terminal:
         if self.pid == 0:
             os.chdir(cli.home)
             environment = {**cli.environment, "TERM": "xterm-256color"}
-            argv = [sys.executable, "-m", "orchestrator.cli", *words]
+            argv = [sys.executable, "-m", MODULE, *words]
             os.execve(sys.executable, argv, environment)
 
     def until(self, words: bytes, seconds: float = 30) -> None:
