@@ -21,6 +21,7 @@ from orchestrator.lab.requirements import missing, reason_to_skip
 from orchestrator.lab.spec import DEFAULT_CONTAINERS
 from orchestrator.run import ENDED
 
+MIB = 1024 * 1024
 MakeLab = Callable[..., Lab]
 
 
@@ -109,6 +110,34 @@ def cli(lab: Lab, tmp_path: Path) -> Cli:
     home = tmp_path / "home"
     home.mkdir()
     return Cli(home, lab.inventory)
+
+
+@pytest.fixture(scope="session")
+def ill(make_lab: MakeLab) -> Lab:
+    """Container 300 has little of everything, 301 no usable Python, 302 torch; 303 is sound."""
+    lab = make_lab(
+        containers=(
+            Container(300, memory=3072 * MIB, shm=64 * MIB, workdir_size=1300 * MIB),
+            Container(301, python="minimal"),
+            Container(302, python="shared"),
+            Container(303),
+        )
+    )
+    lab.up()
+    return lab
+
+
+@pytest.fixture
+def ill_cli(ill: Lab, tmp_path: Path) -> Iterator[Cli]:
+    """What a test leaves running or full is ended and emptied."""
+    home = tmp_path / "home"
+    home.mkdir()
+    cli = Cli(home, ill.inventory)
+    yield cli
+    ill.pct("exec", 300, "--", "sh", "-c", "rm -f /workspace/fill /dev/shm/fill")
+    for run in cli.json("ps")["runs"]:
+        if run["ct"] != 301 and run["state"] not in ENDED:
+            cli("stop", run["run_id"], "--grace", "1s")
 
 
 @pytest.fixture

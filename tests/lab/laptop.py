@@ -95,6 +95,10 @@ class Cli:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
+    def run_ids(self, container: str) -> set[str]:
+        """Of all its runs: tests before this one may have had theirs in the same lab."""
+        return {run["run_id"] for run in self.json("ps", container, "--all")["runs"]}
+
     def raw(
         self, *words: str | Path, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[bytes]:

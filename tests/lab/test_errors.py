@@ -231,20 +231,15 @@ def test_output_that_cannot_be_written_is_one_message(cli: Cli) -> None:
         assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
 
 
-def runs(cli: Cli, container: str) -> set[str]:
-    """Tests before this one may have had theirs in the same lab."""
-    return {run["run_id"] for run in cli.json("ps", container, "--all")["runs"]}
-
-
 def test_a_home_folder_that_cannot_be_written_starts_nothing(cli: Cli, code: Path) -> None:
-    before = runs(cli, "lab-201")
+    before = cli.run_ids("lab-201")
     shutil.rmtree(cli.home / ".local", ignore_errors=True)
     shutil.rmtree(cli.home / ".cache", ignore_errors=True)
     (cli.home / ".local").write_text("in the way")
     (cli.home / ".cache").write_text("in the way")
     text = said(cli, 2, "launch", "lab-201", cwd=code)
     assert "cannot write down the run" in text and "XDG_STATE_HOME" in text
-    assert runs(cli, "lab-201") == before
+    assert cli.run_ids("lab-201") == before
 
 
 def test_a_folder_that_is_gone_under_the_shell(cli: Cli, tmp_path: Path) -> None:
@@ -300,10 +295,10 @@ def test_a_run_that_an_unreachable_host_may_have_is_not_called_absent(
 @pytest.mark.skipif(not SHARED_PYTHON.exists(), reason="make lab-python was not run")
 def test_an_unknown_key_in_the_trainers_config(cli: Cli, lab: Lab, code: Path) -> None:
     (code / "config.yaml").write_text("targt:\n  model: x\n")
-    before = runs(cli, "lab-200")
+    before = cli.run_ids("lab-200")
     text = said(cli, 2, "launch", "lab-200", "--config", "config.yaml", cwd=code)
     assert "lab/200" in text and "config.yaml" in text and "did you mean `target`?" in text
-    assert runs(cli, "lab-200") == before
+    assert cli.run_ids("lab-200") == before
 
 
 def test_a_config_that_is_not_there(cli: Cli, code: Path) -> None:

@@ -43,7 +43,7 @@ NOT_HERE = {
     r"trainer export": "needs a trained checkpoint; tests/trainer/test_drafter_format.py exports",
     r"^python -m trainer tra": "a program that compiles; tests/trainer/test_traced.py has one",
     r"^dflashctl attach": "takes the terminal; tests/lab/test_attach.py lends one",
-    r"py-spy dump|kill -USR1": "needs a live trainer; tests/lab/test_diag_live.py has one",
+    r"py-spy dump|kill -USR1": "needs a live trainer; tests/lab/test_diag_inside.py has one",
     r"^ssh root@": "OpenSSH by hand; tests/lab/test_audit.py reads the file",
     r"^export ": "sets a variable of the shell that reads it",
 }

@@ -58,7 +58,7 @@ def test_whoever_waits_for_the_trainers_verdict_is_told_and_may_leave(
     cli: Cli, lab: Lab, code: Path
 ) -> None:
     (code / "config.yaml").write_text("x: 1\n")
-    before = {run["run_id"] for run in cli.json("ps", "lab-200", "--all")["runs"]}
+    before = cli.run_ids("lab-200")
     # The trainer imports it first: a check that takes as long as a torch on a cold disk.
     (code / "argparse.py").write_text("import time; open('/tmp/waits', 'w'); time.sleep(60)\n")
     terminal = Terminal(
@@ -68,4 +68,4 @@ def test_whoever_waits_for_the_trainers_verdict_is_told_and_may_leave(
     terminal.type(b"\x03")
     assert terminal.exit_code() == 130
     assert b"Traceback" not in terminal.seen
-    assert {run["run_id"] for run in cli.json("ps", "lab-200", "--all")["runs"]} == before
+    assert cli.run_ids("lab-200") == before

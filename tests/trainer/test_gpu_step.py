@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.batch import Batch
-from trainer.drafter.config import FULL, SLIDING, Dflash2Config, DrafterConfig
+from trainer.drafter.config import FULL, SLIDING, Dflash2Config, DrafterConfig, LayerType
 from trainer.drafter.mask import MaskBuilder, kernels_take, masks_for, tile_lists
 from trainer.drafter.model import Drafter
 from trainer.head_loss import (
@@ -84,19 +84,15 @@ def test_adamw_kernel_equals_torch_and_skips_a_bad_step() -> None:
     assert torch.equal(master, before)
 
 
-def compiled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-@pytest.mark.parametrize("attention", ["kernels", "flex"])
-@pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
-def test_fast_step_equals_the_dense_one(second: bool, attention: str) -> None:
-    """Same loss, same gradients: bf16 and flex_attention against fp32 and a dense mask."""
-    config = DrafterConfig(
+def small_config(
+    num_heads: int, layer_types: tuple[LayerType, ...], **changes: Any
+) -> DrafterConfig:
+    """What the kernels take, in a vocabulary of 1000 and on two layers of a target of 256."""
+    return DrafterConfig(
         hidden_size=256,
         intermediate_size=512,
-        num_layers=3,
-        num_heads=8,
+        num_layers=len(layer_types),
+        num_heads=num_heads,
         num_kv_heads=2,
         head_dim=64,
         vocab_size=1_000,
@@ -108,6 +104,21 @@ def test_fast_step_equals_the_dense_one(second: bool, attention: str) -> None:
         target_layer_ids=(1, 2),
         num_target_layers=6,
         target_hidden_size=256,
+        layer_types=layer_types,
+        **changes,
+    )
+
+
+def compiled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+@pytest.mark.parametrize("attention", ["kernels", "flex"])
+@pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
+def test_fast_step_equals_the_dense_one(second: bool, attention: str) -> None:
+    """Same loss, same gradients: bf16 and flex_attention against fp32 and a dense mask."""
+    config = small_config(
+        num_heads=8,
         layer_types=(FULL, SLIDING, FULL),
         sliding_window=100,
         dflash2=Dflash2Config(selector_rank=16, selector_top_k=4) if second else None,
@@ -188,24 +199,7 @@ def test_a_recorded_step_with_compiled_parts_equals_the_plain_one() -> None:
     from trainer.replica import DrafterReplica
 
     device = torch.device("cuda")
-    config = DrafterConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        vocab_size=1_000,
-        rope_theta=1e4,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=1024,
-        block_size=8,
-        mask_token_id=999,
-        target_layer_ids=(1, 2),
-        num_target_layers=6,
-        target_hidden_size=256,
-        layer_types=(FULL, FULL),
-    )
+    config = small_config(num_heads=4, layer_types=(FULL, FULL))
     length, blocks = 384, 32
     torch.manual_seed(0)
     embedding = torch.randn(1000, 256, device=device).bfloat16()
