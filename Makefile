@@ -15,11 +15,14 @@ PIP_FLAGS := $(if $(shell test -t 2 && echo terminal),,--quiet) --disable-pip-ve
 # What runs in containers runs on Python 3.10 too: no newer syntax, no newer part of the library.
 IN_CONTAINERS := -p orchestrator.agent -p trainer -m orchestrator.paths -m orchestrator.meeting \
   -m orchestrator.environment.collector
-# A process more than there are cores, for the lab's tests mostly wait; a file to one process, for its
-# lab tests share one lab.
-PYTEST := $(BIN)/python -m pytest -q -n $(shell expr $$(nproc) + 1) --dist loadfile
+# Two processes more than there are cores, for the lab's tests mostly wait; a file to one process, for
+# its lab tests share one lab.
+PYTEST := $(BIN)/python -m pytest -q -n $(shell expr $$(nproc) + 2) --dist loadfile
+# Else every process under test compiles every module again.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-lab test-soak lint install system lab-python clean help
+.PHONY: demo test test-fast test-lab test-soak lint style types-controller types-containers install \
+  system lab-python clean help
 
 help:
 	@echo "make demo       train and evaluate a real drafter in the loopback lab (12 min after installation)"
@@ -33,7 +36,8 @@ demo: install lab-python
 
 # Real processes, signals and sockets on a shared machine: what fails is tried once more, and the
 # summary names it (R).
-test: install lab-python lint
+test: install
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync lab-python style types-controller types-containers
 	$(PYTEST) -m "not soak" --reruns 1 -rfER
 
 test-fast: install
@@ -46,9 +50,17 @@ test-soak: install lab-python
 	$(PYTEST) -m soak
 
 lint: install
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync style types-controller types-containers
+
+style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+types-controller:
+	$(BIN)/mypy -p orchestrator
+
+# Most of its time is torch's own types, so the trainer is read once: as the oldest Python reads it.
+types-containers:
 	$(BIN)/mypy --python-version 3.10 $(IN_CONTAINERS)
 
 install: system $(VENV)/installed
