@@ -31,7 +31,9 @@ _TAU = re.compile(r"\b(?:tau|accept(?:ance)?(?:_len(?:gth)?)?)['\"]?\s*[:=]?\s*"
 _GRADIENT = re.compile(r"\bg(?:rad)?[_ ]?norm['\"]?\s*[:=]?\s*['\"]?" + _NUMBER, re.IGNORECASE)
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s?Gi?B\b")
 _TOKENS = re.compile(
-    r"([\d,]*\.?\d+)\s*([kKM])?\s?tok(?:en)?s?\s?(?:/|per )\s?s(?:ec(?:ond)?)?\b"
+    # Not of `lr 3e-4 tok/s 10500`: a number of its own follows, and nothing but a separator it.
+    r"(?<![\w.-])([\d,]*\.?\d+)\s*([kKM])?\s?tok(?:en)?s?\s?(?:/|per )\s?s(?:ec(?:ond)?)?\b"
+    r"(?!\s*[:=]?\s*[\d,.]+[kKM]?\s*(?:$|[|,;]))"
     r"|\b(?:tps|tok_s|tok/s|tokens?_per_s(?:ec(?:ond)?)?|tokens?/s(?:ec)?|throughput)"
     r"['\"]?\s*[:=]?\s*([\d,]*\.?\d+)\s*([kKM])?",
 )
@@ -52,7 +54,7 @@ _DRAFTER_IDLE = re.compile(
     r"\bdraft(?:er)?s?[_ ](?:idle|wait|stall)\w*['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)\s?(%?)"
 )
 _QUEUE = re.compile(r"\b(?:queue|q)(?:_depth)?['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)(?:\s*/\s*(\d+))?")
-_BAR = re.compile(r"(\d+)/(\d+) \[[\d:?]+<[\d:?]+")
+BAR = re.compile(r"(\d+)/(\d+) \[[\d:?]+<[\d:?]+")
 _EVAL_ONLY = re.compile(r"\b(?:eval|val|valid|validation|test)[_ /](?:loss|acc)", re.IGNORECASE)
 _JSON_KEYS = {
     "step": ("step", "global_step", "iter", "iteration", "it"),
@@ -123,7 +125,7 @@ def read_step(line: Line) -> Step | None:
         return None
     if text[:1] == "{":
         return _record(line, text)
-    bar = _BAR.search(text)
+    bar = BAR.search(text)
     loss = _LOSS.search(text)
     step = _STEP.search(text)
     seconds = _SECONDS.search(text)

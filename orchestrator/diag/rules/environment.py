@@ -145,6 +145,24 @@ def _another(e: Evidence) -> str:
     return f"\nit was {ran}; the inventory names {e.python}: launch -- python … takes that one"
 
 
+_RENAMED = re.compile(
+    r"unexpected keyword argument '(?:dtype|torch_dtype|eval_strategy|evaluation_strategy|"
+    r"processing_class|num_items_in_batch|use_auth_token|logits_to_keep|num_logits_to_keep|"
+    r"past_key_values?|cache_position|max_seq_length|attn_implementation)'"
+)
+_TRAINERS = re.compile(r"^\w*(?:TrainingArguments|Trainer|(?:SFT|DPO|GRPO)Config)\.__init__\(\)")
+
+
+def _renamed(f: Failure) -> bool:
+    """An argument that transformers or trl had under another name or not at all: ``dtype`` was
+    ``torch_dtype`` before 4.56, ``eval_strategy`` ``evaluation_strategy`` before 4.41,
+    ``num_items_in_batch`` came with 4.46. In a function of one's own it is a plain mistake."""
+    inside = bool(f.frames) and f.frames[-1].library
+    return _RENAMED.search(f.message) is not None and (
+        inside or _TRAINERS.match(f.message) is not None
+    )
+
+
 def versions(e: Evidence) -> Iterator[Finding]:
     """Things that are installed and do not fit together: the linker's ``undefined symbol`` and
     ``version `GLIBC_2.38' not found``, NumPy 1 against 2, transformers' own version checks, an
@@ -163,7 +181,7 @@ def versions(e: Evidence) -> Iterator[Finding]:
         and f.frames[-1].library
         and not e.recovered(f.line)
         and f.name != "TypeError"
-    ]
+    ] + [f for f in e.raised("TypeError") if _renamed(f) and not e.recovered(f.line)]
     own = [f for f in inner if "cannot import name" in f.message and _own_module(f)]
     inner = [f for f in inner if f not in own]
     if not hits and not inner:

@@ -180,6 +180,12 @@ def _wrong_layer(hit: Hit) -> bool:
     return re.search(r"Watchdog|ncclRemoteError|timed out after \d+ ms", hit.line.text) is not None
 
 
+_HEARSAY = re.compile(
+    r"Observed flight recorder dump signal|Received a (?:dump signal|timeout)|"
+    r"First PG on this rank to signal dumping"
+)
+
+
 def timeout(e: Evidence) -> Iterator[Finding]:
     """torch 1.13 to 2.15 watchdogs (``Watchdog caught collective operation timeout:
     WorkNCCL(SeqNum=…, OpType=ALLREDUCE …)``), the heartbeat monitor, gloo's ``Timed out waiting``,
@@ -188,9 +194,11 @@ def timeout(e: Evidence) -> Iterator[Finding]:
     recorded = first_mismatch(read_dumps(e.probes))
     if not hits or all(e.recovered(h.line) for h in hits):
         return
-    ranks = {h.line.rank for h in hits if h.line.rank is not None}
+    # One that only heard of it from the others has not waited itself.
+    own = [h for h in hits if not _HEARSAY.search(h.line.text)] or hits
+    ranks = {h.line.rank for h in own if h.line.rank is not None}
     work = Counter(m.groups() for h in hits if (m := _WORK.search(h.line.text)) is not None)
-    world = _world(e, ranks)
+    world = _world(e, ranks | {h.line.rank for h in hits if h.line.rank is not None})
     silent = sorted(set(range(world)) - ranks) if world else []
     title = "a collective timed out"
     if work:

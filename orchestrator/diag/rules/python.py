@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding
+from orchestrator.diag.rules.shared import target_of
 from orchestrator.diag.text import Line
 from orchestrator.diag.tracebacks import Failure
 
@@ -102,6 +103,16 @@ _NOISE = re.compile(
 )
 
 
+_SHELLS_CODES = {
+    126: "126 is a shell's: it found a command and could not execute it. Is it executable, is the "
+    "file system\nmounted noexec, is its first line right? Its words went elsewhere "
+    "(2>/dev/null?)\n",
+    127: "127 is a shell's: it did not find a command. Its words went elsewhere (2>/dev/null?); "
+    "look by hand:\n"
+    "dflashctl exec {target} -- sh -c 'echo $PATH; command -v python3 python torchrun'\n",
+}
+
+
 def unknown(e: Evidence, named: bool) -> Iterator[Finding]:
     """The run failed and no rule knows why: its last distinct lines, as they are."""
     if named or e.outcome.state != "failed":
@@ -127,8 +138,9 @@ def unknown(e: Evidence, named: bool) -> Iterator[Finding]:
         + (f" with code {code}" if code else "")
         + " and said nothing that is known here",
         [*last, *([record.line] if record else [])] or list(e.probes)[:2],
-        "read the last lines: dflashctl tail -n 200 --no-follow\n"
-        "keep it for a person: dflashctl diag --bundle run.tar.gz",
+        (_SHELLS_CODES.get(code or 0, "")).format(target=target_of(e))
+        + "read the last lines: dflashctl tail -n 200 --no-follow\n"
+        "keep it for a person: dflashctl diag --bundle run.tar.zst",
         confidence=0.4,
     )
 

@@ -81,3 +81,44 @@ def test_a_log_given_as_a_bundle_is_sent_to_the_right_option(tmp_path: Path) -> 
         read_saved(None, None, tmp_path / "train.log")
     assert "--bundle" not in told.value.what
     assert "a saved log goes to --log" in told.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(127, "did not find a command"), (126, "could not execute"), (3, "")]
+)
+def test_a_shells_own_exit_code_without_a_word(code: int, words: str) -> None:
+    record = {"exit_code": code, "signal": None, "reason": "failed"}
+
+    log = f"[dflashctl] failed, exit code {code}\n"
+    (finding,) = diagnose(Evidence.from_text(log, {"exit_record": record})).findings
+
+    assert finding.code == "unknown"
+    assert words in finding.remedy
+    assert ("a shell's" in finding.remedy) is bool(words)
+
+
+def test_a_rank_that_only_heard_of_a_timeout_has_not_waited() -> None:
+    waited = (
+        "[rank{0}]:[E1112 04:18:07.331204 ProcessGroupNCCL.cpp:632] [Rank {0}] Watchdog caught "
+        "collective operation timeout: WorkNCCL(SeqNum=9121, OpType=ALLREDUCE, Timeout(ms)=600000)"
+        " ran for 600021 milliseconds before timing out.\n"
+    )
+    heard = (
+        "[rank2]:[E1112 04:18:07.555012 ProcessGroupNCCL.cpp:1682] [PG ID 0 Rank 2] Observed "
+        "flight recorder dump signal from another rank via TCPStore.\n"
+    )
+    log = "".join(waited.format(rank) for rank in (0, 1, 3)) + heard
+
+    assert diagnose(Evidence.from_text(log)).findings[0].title.endswith("; rank 2 never arrived")
+
+
+def test_the_numbers_of_a_message_that_a_pager_broke() -> None:
+    log = (
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB. GPU 1 "
+        "has\n[rank0]: another's line, of which 9.00 GiB is free\n[rank1]: a total capacity of "
+        "79.11 GiB of which 1.61 GiB is free.\n"
+    )
+
+    title = diagnose(Evidence.from_text(log)).findings[0].title
+
+    assert title == "CUDA ran out of memory: 3.00 GiB asked for, 1.61 GiB free"
