@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from orchestrator import logged_steps
 from orchestrator.alarm import Notice, Throughput, Watched
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
@@ -24,6 +25,8 @@ EVERY_S = 3.0
 # The newest runs of a container; one that lives is always among them.
 PER_CONTAINER = 5
 ALARMS_SHOWN = 8
+# Read every time of a run that writes no metrics.jsonl: a step line is among the last few.
+LOG_LINES = 20
 # No full block: rows would grow together.
 BARS = "▁▂▃▄▅▆▇"
 PLAIN_BARS = "_.-=+*#"
@@ -297,5 +300,19 @@ def _ask(channel: AgentChannel, target: Target, look: Look, seen: set[str]) -> _
     runs = tuple(RunSummary.model_validate(run) for run in listing.result()["runs"])
     fresh = [run.run_id for run in runs if run.run_id not in seen]
     past = {run_id: read_metrics(channel, run_id, SEED_LINES) for run_id in fresh}
+    runs = tuple(_with_log(channel, run, past) for run in runs)
     seen.update(fresh)
     return _Answer(target, runs, past, look.cards(runs))
+
+
+def _with_log(
+    channel: AgentChannel, run: RunSummary, past: dict[str, list[StepLine]]
+) -> RunSummary:
+    """Of a program that writes no metrics: its log's steps, and ``past`` from there too."""
+    fresh = run.run_id in past
+    if run.step is not None or (run.is_over and not fresh):
+        return run
+    steps = logged_steps.ask(channel, run.run_id, SEED_LINES if fresh else LOG_LINES)
+    if fresh:
+        past[run.run_id] = logged_steps.as_lines(steps)
+    return logged_steps.filled(run, steps)

@@ -50,11 +50,15 @@ def report(
         ) from None
     if as_json:
         place = {key: record.summary[key] for key in ("run_id", "host", "ct", "state")}
-        output.emit({**place, "file": str(path), "steps": len(record.steps)})
-    else:
-        output.say(f"wrote {path} ({len(record.steps)} steps, {len(record.events)} events)")
-        if not record.steps:
-            output.notice(
-                "no curves: the run wrote no metrics.jsonl into its folder ($DFLASH_RUN_DIR); what "
-                "its log says of steps is read by diag alone"
-            )
+        count = len(record.steps) or len(record.logged)
+        output.emit({**place, "file": str(path), "steps": count})
+        return
+    told = f"{len(record.steps)} steps, {len(record.events)} events"
+    if record.logged:
+        told = f"{len(record.logged)} steps of its log: it wrote no metrics.jsonl"
+    output.say(f"wrote {path} ({told})")
+    if not record.steps and not record.logged:
+        output.notice(
+            "no curves: the run wrote no metrics.jsonl into its folder ($DFLASH_RUN_DIR), and no "
+            "line of its log tells a step with its loss or rate"
+        )

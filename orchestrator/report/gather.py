@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from orchestrator import logged_steps
 from orchestrator.channel import AgentChannel
 from orchestrator.environment import remote
 from orchestrator.environment.lock import Environment
@@ -20,7 +21,7 @@ LAST_LINES = 60
 def gather(
     channel: AgentChannel, ref: RunRef, findings: Sequence[dict[str, Any]] = ()
 ) -> RunRecord:
-    """Everything the page needs; a run that has no metrics gets a page without curves."""
+    """Everything the page needs; of a run that writes no metrics the log's steps."""
     status = channel.call("run.status", lines=LAST_LINES, **ref.fields)
     run_id = str(status["run_id"])
     summary = RunSummary.model_validate(status)
@@ -28,10 +29,12 @@ def gather(
     environment = _environment(channel, ref, run_id)
     if environment is not None:
         manifest["environment"] = facts(environment)
+    steps = list(read_steps(read_lines(channel, run_id, METRICS_FILE, None)))
     return RunRecord(
         summary=summary.as_json(ref.target),
         manifest=manifest,
-        steps=list(read_steps(read_lines(channel, run_id, METRICS_FILE, None))),
+        steps=steps,
+        logged=() if steps else logged_steps.ask(channel, run_id),
         events=list(read_events(read_lines(channel, run_id, EVENTS_FILE, None))),
         findings=findings,
         last_lines=summary.last_lines,

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from orchestrator.diag.steps import Step
 from orchestrator.report.plot import Chart, Mark, Series, draw, escape, number
 from trainer.telemetry import EventLine, StepLine, compact, duration
 
@@ -41,6 +42,8 @@ class RunRecord:
     events: Sequence[EventLine] = ()
     findings: Sequence[dict[str, Any]] = ()
     last_lines: Sequence[str] = ()
+    logged: Sequence[Step] = ()
+    """The log's steps, where the run wrote no metrics."""
 
 
 def render(record: RunRecord) -> str:
@@ -59,15 +62,39 @@ def render(record: RunRecord) -> str:
 
 
 NO_STEPS = (
-    "No curves: they are drawn from what a trainer writes to $DFLASH_RUN_DIR/metrics.jsonl "
-    "(ours does; docs/reference/events.md says what is in one), not from the log."
+    "No curves: the run wrote no metrics.jsonl into $DFLASH_RUN_DIR (our trainer does; "
+    "docs/reference/events.md says what is in one), and no line of its log tells a step with its "
+    "loss or rate, such as: step 120 loss 2.31 10500 tok/s"
 )
+FROM_LOG = "Drawn from the log's lines: the run wrote no metrics.jsonl."
 
 
 def _charts(record: RunRecord) -> str:
-    if not record.steps:
-        return f'<p class="none">{escape(NO_STEPS)}</p>'
-    return "".join(draw(chart) for chart in charts(record.steps, record.events))
+    if record.steps:
+        return "".join(draw(chart) for chart in charts(record.steps, record.events))
+    if record.logged:
+        drawn = "".join(draw(chart) for chart in log_charts(record.logged))
+        return f'<p class="none">{escape(FROM_LOG)}</p>{drawn}'
+    return f'<p class="none">{escape(NO_STEPS)}</p>'
+
+
+def log_charts(steps: Sequence[Step]) -> list[Chart]:
+    """What the log of any trainer tells of its steps; what it never tells has no chart."""
+
+    def chart(title: str, unit: str, key: str, from_zero: bool = True) -> Chart:
+        points = [(float(s.step or 0), getattr(s, key)) for s in steps]
+        return Chart(title, unit, [Series(key, points)], from_zero=from_zero)
+
+    candidates = [
+        chart("Loss", "as logged", "loss", from_zero=False),
+        chart("Estimated acceptance length", "as logged", "tau", from_zero=False),
+        chart("Accuracy", "as logged", "accuracy"),
+        chart("Throughput", "tokens a second", "tokens_per_s"),
+        chart("Pace", "steps a second", "steps_per_s"),
+        chart("Gradient norm", "as logged", "gradient"),
+        chart("Memory", "GB, as logged", "memory_gb"),
+    ]
+    return [one for one in candidates if any(y is not None for _, y in one.series[0].points)]
 
 
 def charts(steps: Sequence[StepLine], events: Sequence[EventLine]) -> list[Chart]:
@@ -141,7 +168,18 @@ def _head(record: RunRecord) -> str:
             ("tokens", number(float(last.tokens))),
             ("took", duration(last.time - record.steps[0].time)),
         ]
+    elif record.logged:
+        facts += _logged_facts(record.logged[-1])
     return "".join(f"<dl><dt>{k}</dt><dd>{escape(v)}</dd></dl>" for k, v in facts)
+
+
+def _logged_facts(last: Step) -> list[tuple[str, str]]:
+    found = [("step", f"{last.step} of {last.total}" if last.total else str(last.step))]
+    if last.loss is not None:
+        found.append(("loss", f"{last.loss:.4f}"))
+    if last.tokens_per_s is not None:
+        found.append(("tok/s", compact(last.tokens_per_s)))
+    return found
 
 
 def _findings(findings: Sequence[dict[str, Any]], state: str) -> str:

@@ -159,3 +159,16 @@ def test_a_report_is_one_page_with_the_runs_curves_and_environment(
     page = (tmp_path / "out" / "page.html").read_text()
     assert made["steps"] == 5
     assert run_id in page and "<svg" in page and "environment.python" in page
+
+
+def test_a_report_of_a_program_that_writes_no_metrics_draws_its_log(
+    cli: Cli, code: Path, tmp_path: Path
+) -> None:
+    steps = "for n in 1 2 3 4; do echo step $n loss $((9 - n)).5 lr 3e-4 tok/s 1050$n; done"
+    run_id = cli("launch", "lab-201", "--wait", "--", "sh", "-c", steps, cwd=code).stdout.split()[0]
+    told = cli("report", run_id, "-o", tmp_path / "page.html", code=0)
+    assert "4 steps of its log" in told.stdout and "no curves" not in told.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 2 and "<dt>loss</dt><dd>5.5000</dd>" in page
+    (row,) = [row for row in cli.json("top", "lab-201")["runs"] if row["run_id"] == run_id]
+    assert (row["step"], row["tokens_per_s"]) == (4, 10504)
