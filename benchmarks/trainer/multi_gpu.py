@@ -55,9 +55,9 @@ from trainer.pipeline.threads import ThreadsExecutor
 LIMITS = {
     "warm": 170,
     "threads": 90,
-    "processes": 80,
+    "processes": 90,
     "small": 45,
-    "small threads": 45,
+    "small threads": 60,
     "losses": 45,
     "failure": 30,
     "killed": 30,

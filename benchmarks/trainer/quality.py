@@ -371,6 +371,8 @@ def evaluate(
     for kind, pairs in asked.items():
         passes = [yields(drafter, frozen, tapped, p["prompt"], p["answer"]) for p in pairs]
         tell_tau(f"tau_{kind}", passes)
+        if 0 < options.decode < len(pairs):
+            tell_tau(f"tau_{kind}_of_the_decoded", passes[: options.decode])
     for kind, pairs in asked.items():
         decoded = []
         for pair in pairs[: options.decode]:
