@@ -40,8 +40,9 @@ test: install
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync lab-python style types-controller types-containers
 	$(PYTEST) -m "not soak" --reruns 1 -rfER
 
+# Nothing here waits, and each process imports torch: no more of them than cores.
 test-fast: install
-	$(PYTEST) -m "not lab and not slow and not soak"
+	$(PYTEST) -n $$(nproc) -m "not lab and not slow and not soak"
 
 test-lab: install lab-python
 	$(PYTEST) -m "lab and not soak"
