@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from orchestrator import pct
+from orchestrator import head_start, pct
 from orchestrator.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -25,11 +25,12 @@ from orchestrator.errors import (
     HostUnreachable,
 )
 from orchestrator.route import Route, find_route
-from orchestrator.target import HostTarget
 
 if TYPE_CHECKING:
     import paramiko
     from fabric import Connection
+
+    from orchestrator.target import HostTarget
 
 CONNECT_S = 10
 # sshd's MaxSessions is 10 by default; two are left to the user's own terminals.
@@ -53,6 +54,7 @@ class HostConnection:
         self._channels = threading.BoundedSemaphore(CHANNELS)
         self._connection: Connection | None = None
         self._failure: tuple[float, DflashctlError] | None = None
+        self._begun: head_start.HeadStart | None = None
 
     def __enter__(self) -> HostConnection:
         return self
@@ -81,7 +83,7 @@ class HostConnection:
                 if not isinstance(failure, AuthenticationFailed) or not self._can_ask():
                     raise failure
             try:
-                self._connection = self._connect(find_route(self.host))
+                self._connection = self._connect()
             except DflashctlError as error:
                 if self.host.near and isinstance(error, HostUnreachable):
                     meant = f"did you mean {self.host.near!r}, which the inventory has? Else "
@@ -110,13 +112,12 @@ class HostConnection:
         import paramiko
 
         connection = self.open()
+        begun = self._begun.channel(line) if self._begun else None
+        if begun is not None:
+            return begun
         for pause in (*CROWDED_S, None):
             try:
-                channel: paramiko.Channel = connection.transport.open_session(
-                    window_size=WINDOW, timeout=CONNECT_S
-                )
-                channel.exec_command(line)
-                return channel
+                return start_session(connection, line)
             except (paramiko.SSHException, OSError, EOFError) as error:
                 if not _refused_a_session(error) or not connection.transport.is_active():
                     raise self.lost(error) from None
@@ -138,13 +139,13 @@ class HostConnection:
             host=self.host.name,
         )
 
-    def _connect(self, route: Route) -> Connection:
+    def _connect(self) -> Connection:
+        self._begun = begun = head_start.take(self.host)
+        route = begun.route() if begun else find_route(self.host)
         import paramiko
 
-        # Without a handler, logging's last resort would print paramiko's tracebacks on stderr.
-        logging.getLogger("paramiko").addHandler(logging.NullHandler())
         try:
-            return self._open_route(route)
+            return begun.connection() if begun else dial(route, self.host.name)
         except paramiko.AuthenticationException as error:
             if _cut_short(error) or not self._can_ask():
                 raise refusal(error, route, self.host.name) from error
@@ -152,7 +153,7 @@ class HostConnection:
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise refusal(error, route, self.host.name) from error
         try:
-            return self._open_route(route, secret)
+            return dial(route, self.host.name, secret)
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise refusal(error, route, self.host.name) from error
 
@@ -161,14 +162,26 @@ class HostConnection:
         main = threading.current_thread() is threading.main_thread()
         return self._ask and main and sys.stdin.isatty() and sys.stderr.isatty()
 
-    def _open_route(self, route: Route, secret: str | None = None) -> Connection:
-        connection = make_connection(route, self.host.name, secret)
-        connection.open()
-        raw = connection.transport.sock
-        if isinstance(raw, socket.socket):
-            # Small requests follow each other: with Nagle each second one waits for an ACK.
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
+
+def dial(route: Route, name: str, secret: str | None = None) -> Connection:
+    """An open connection.
+
+    :raises Exception: paramiko's or the system's: :func:`refusal` tells what it means.
+    """
+    # Without a handler, logging's last resort would print paramiko's tracebacks on stderr.
+    logging.getLogger("paramiko").addHandler(logging.NullHandler())
+    connection = make_connection(route, name, secret)
+    connection.open()
+    return connection
+
+
+def start_session(connection: Connection, line: str) -> paramiko.Channel:
+    """``line`` in the host's shell."""
+    channel: paramiko.Channel = connection.transport.open_session(
+        window_size=WINDOW, timeout=CONNECT_S
+    )
+    channel.exec_command(line)
+    return channel
 
 
 def make_connection(route: Route, name: str, secret: str | None = None) -> Connection:
@@ -221,6 +234,10 @@ def make_transport(sock: Any, **options: Any) -> paramiko.Transport:
     """
     import paramiko
 
+    if isinstance(sock, socket.socket):
+        # Of two small messages in a row Nagle holds back the second until the far side has
+        # acknowledged the first, which it puts off by 40 ms: half of a login on a near host.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     transport = paramiko.Transport(sock, **options)
     security = transport.get_security_options()
     security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "gcm" not in name))

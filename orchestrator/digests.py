@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from orchestrator.errors import UsageError
-from orchestrator.state import read_json, write_private
+from orchestrator.private_file import read_json, write_private
 
 # A file written again within its file system's time granularity keeps its times: what is this
 # young is hashed again next time.

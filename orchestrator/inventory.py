@@ -23,6 +23,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from orchestrator.errors import InventoryError
+from orchestrator.inventory_files import files_of
 from orchestrator.paths import DEFAULT_WORKDIR, LaptopPaths
 from orchestrator.yaml_text import Where, YamlFault, parse
 
@@ -133,16 +134,6 @@ class Inventory(_Strict):
         return found
 
 
-def default_files(laptop: LaptopPaths) -> list[Path]:
-    """The user's own inventory and the folder beside it, as far as they exist."""
-    found = [laptop.inventory] if laptop.inventory.exists() else []
-    return found + _yaml_files(laptop.inventory_folder)
-
-
-def _yaml_files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("*") if p.suffix in {".yaml", ".yml"})
-
-
 def load(source: Path | None, laptop: LaptopPaths) -> Inventory:
     """The inventory at ``source`` (file or folder), or the user's own; empty where there is none.
 
@@ -150,17 +141,12 @@ def load(source: Path | None, laptop: LaptopPaths) -> Inventory:
 
     :raises InventoryError: one message, naming file, line and the nearest right key.
     """
-    if source is None:
-        files = default_files(laptop)
-    elif source.is_dir():
-        files = _yaml_files(source)
-        if not files:
-            raise InventoryError(
-                f"inventory folder {source} holds no .yaml file",
-                next_step="name another, or write one: dflashctl init",
-            )
-    else:
-        files = [source]
+    files = files_of(source, laptop)
+    if source is not None and not files:
+        raise InventoryError(
+            f"inventory folder {source} holds no .yaml file",
+            next_step="name another, or write one: dflashctl init",
+        )
     merged: dict[str, Any] = {}
     lines: Lines = {}
     for path in files:

@@ -162,6 +162,8 @@ class LaptopPaths:
         """Where each run that was launched from here lives."""
         self.known_agents = self.cache / "agents.json"
         """Which agent hash each container is believed to hold."""
+        self.ways = self.cache / "ways.json"
+        """What the inventory says of each container, for a connection that is begun at once."""
         self.digests = self.cache / "digests.json"
         """sha256 of local files by path, size, mtime and inode."""
 

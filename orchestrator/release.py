@@ -21,7 +21,7 @@ from orchestrator.errors import TransferError, UsageError
 from orchestrator.fleet import Fleet
 from orchestrator.paths import LaptopPaths
 from orchestrator.reconnect import Notice, reconnecting
-from orchestrator.request import Request
+from orchestrator.request import FIRST_WINDOW, Request
 from orchestrator.snapshot import Found, GitState, Root
 
 TRAINER = Path(__file__).parents[1] / "trainer"
@@ -173,6 +173,7 @@ class Push:
         self.release = release
         self._channel = channel
         self._progress = progress or (lambda count: None)
+        self._window = FIRST_WINDOW
         self._begin = channel.request("release.begin", more=True)
         self._begin.feed([release.manifest])
 
@@ -203,7 +204,7 @@ class Push:
             encoding="raw",
             more=True,
         )
-        request.feed(self._pieces(batch))
+        self._window = request.feed(self._pieces(batch), self._window)
         return request
 
     def _pieces(self, batch: list[Entry]) -> Iterator[bytes]:

@@ -83,13 +83,17 @@ class Request:
             assert self._result is not None
             return self._result
 
-    def feed(self, pieces: Iterable[bytes | memoryview]) -> None:
+    def feed(self, pieces: Iterable[bytes | memoryview], window: int = FIRST_WINDOW) -> int:
         """Send the request's input and its end; at most ``WINDOW`` bytes, and no more than the link
         carries in ``IN_FLIGHT_S``, wait for the far side.
 
         Stops early without an error where the request has already ended: :meth:`result` tells why.
+
+        :param window: how much may wait at first; what an earlier request on this link has returned
+            saves its round trips of learning that.
         """
         sent = 0
+        self._window = window
         self._acks.append((time.monotonic(), 0))
         for piece in pieces:
             view = memoryview(piece)
@@ -97,10 +101,11 @@ class Request:
                 size = min(max(PIECE, self._window // PIECES_IN_FLIGHT), PAYLOAD_LIMIT)
                 part, view = view[:size], view[size:]
                 if not self._room(sent + len(part)):
-                    return
+                    return self._window
                 self._send({"id": self.number, "more": True}, part)
                 sent += len(part)
         self._send({"id": self.number}, b"")
+        return self._window
 
     def put(self, piece: bytes | memoryview, window: int, *, program: bool = False) -> bool:
         """Send some of a ``relay``'s input, once fewer than ``window`` bytes wait for the far side.

@@ -12,14 +12,56 @@ import shlex
 import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from orchestrator.errors import HostUnreachable, UsageError
-from orchestrator.inventory import Host
 from orchestrator.laptop_path import laptop_path
-from orchestrator.target import HostTarget
 
 # A jump host may itself be reached through one; more than this is a circle.
 MAX_HOPS = 8
+
+
+class Settings(Protocol):
+    """What the way to a host depends on, of :class:`orchestrator.inventory.Host`.
+
+    Its own type would cost the import of pydantic, 0.1 s, before anything can be connected.
+    """
+
+    @property
+    def port(self) -> int | None: ...
+    @property
+    def user(self) -> str | None: ...
+    @property
+    def identity_file(self) -> Path | None: ...
+    @property
+    def known_hosts(self) -> Path | None: ...
+    @property
+    def host_keys(self) -> str | None: ...
+    @property
+    def ssh_config(self) -> Path | None: ...
+
+
+class Destination(Protocol):
+    """The same of :class:`orchestrator.target.HostTarget`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def settings(self) -> Settings: ...
+
+
+@dataclass(frozen=True)
+class PlainSettings:
+    """These settings alone."""
+
+    port: int | None = None
+    user: str | None = None
+    identity_file: Path | None = None
+    known_hosts: Path | None = None
+    host_keys: str | None = None
+    ssh_config: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +119,7 @@ def _words(value: str) -> list[str]:
         return [value]
 
 
-def query_argv(address: str, settings: Host) -> list[str]:
+def query_argv(address: str, settings: Settings) -> list[str]:
     """``ssh -G`` for this host."""
     argv = ["ssh", "-G"]
     if settings.ssh_config:
@@ -89,7 +131,7 @@ def query_argv(address: str, settings: Host) -> list[str]:
     return [*argv, "--", address]
 
 
-def find_route(host: HostTarget) -> Route:
+def find_route(host: Destination) -> Route:
     """The route to a host, through its jump hosts.
 
     :raises UsageError: no OpenSSH client, or an ssh config that does not parse.
@@ -101,7 +143,7 @@ def find_route(host: HostTarget) -> Route:
     return route
 
 
-def _find(address: str, settings: Host, name: str, depth: int) -> Route:
+def _find(address: str, settings: Settings, name: str, depth: int) -> Route:
     if depth >= MAX_HOPS:
         raise HostUnreachable(
             f"more than {MAX_HOPS} jump hosts: ProxyJump goes in a circle",
@@ -120,16 +162,16 @@ def _find(address: str, settings: Host, name: str, depth: int) -> Route:
     return route_from(answer, settings, gateway)
 
 
-def _hop_settings(settings: Host) -> Host:
+def _hop_settings(settings: Settings) -> Settings:
     # A jump host has its own user, port and keys; only the rules of trust are shared.
-    return Host(
+    return PlainSettings(
         ssh_config=settings.ssh_config,
         host_keys=settings.host_keys,
         known_hosts=settings.known_hosts,
     )
 
 
-def route_from(answer: Answer, settings: Host, gateway: Route | None = None) -> Route:
+def route_from(answer: Answer, settings: Settings, gateway: Route | None = None) -> Route:
     """The route by an answer and the inventory's own settings; looks which keys exist."""
     hostname = answer.one("hostname") or ""
     port = int(answer.one("port") or 22)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from orchestrator.errors import UsageError
 from orchestrator.paths import LaptopPaths
+from orchestrator.private_file import read_json, write_private
 from orchestrator.target import Target
 
 
@@ -100,26 +98,3 @@ class LaptopState:
         except ValidationError:
             # Of another version of this tool: the container still holds the truth.
             return None
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none that can be read."""
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace ``path`` at once, readable only by its owner."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # mkstemp makes 0600.
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

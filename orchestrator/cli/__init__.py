@@ -7,6 +7,8 @@ import gc
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def main() -> None:
@@ -37,9 +39,10 @@ def _run(words: list[str]) -> None:
 
     options = words[: words.index("--")] if "--" in words else words
     try:
-        from orchestrator.cli.app import build
+        with _head_start(words):
+            from orchestrator.cli.app import build
 
-        build()(prog_name="dflashctl")
+            build()(prog_name="dflashctl")
     except DflashctlError as error:
         from orchestrator.cli import output
 
@@ -59,6 +62,21 @@ def _run(words: list[str]) -> None:
         # What waits in the buffer would fail once more when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
+
+
+@contextmanager
+def _head_start(words: list[str]) -> Iterator[None]:
+    """Connect while the verb is imported, where it is known from before what to."""
+    if len(words) < 2 or words[0].startswith("-"):
+        yield
+        return
+    from orchestrator import head_start
+
+    head_start.begin(words)
+    try:
+        yield
+    finally:
+        head_start.end()
 
 
 def _take_utf8() -> None:

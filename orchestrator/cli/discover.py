@@ -17,7 +17,7 @@ from orchestrator.discover import Answers, Discovery
 from orchestrator.errors import DflashctlError, UsageError
 from orchestrator.fanout import each_host
 from orchestrator.laptop_path import writing
-from orchestrator.state import write_private
+from orchestrator.private_file import write_private
 from orchestrator.target import HostTarget, resolve_host
 
 

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator import head_start
 from orchestrator import inventory as inventories
 from orchestrator import target as targets
 from orchestrator.cli import output
 from orchestrator.errors import UsageError
 from orchestrator.fleet import Fleet
 from orchestrator.inventory import Inventory
+from orchestrator.inventory_files import files_of, stamp
 from orchestrator.laptop_path import laptop_path
 from orchestrator.paths import LaptopPaths
 from orchestrator.run import RunRef, choose
@@ -110,7 +112,10 @@ def open_session(
     """
     laptop = LaptopPaths()
     state = LaptopState(laptop)
-    known = inventories.load(laptop_path(inventory) if inventory else None, laptop)
+    source = laptop_path(inventory) if inventory else None
+    files = stamp(files_of(source, laptop))
+    known = inventories.load(source, laptop)
+    head_start.remember(laptop, files, known)
     notice = (lambda text: None) if quiet else output.notice
     with Fleet(state, ask=ask, patient=patient, notice=notice) as fleet:
         yield Session(laptop, known, state, fleet)

@@ -26,7 +26,7 @@ from orchestrator.cli.options import (
 from orchestrator.cli.session import open_session
 from orchestrator.errors import DflashctlError
 from orchestrator.fanout import each
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, Opening
 from orchestrator.laptop_path import laptop_path, working_folder
 from orchestrator.reconnect import reconnecting
 from orchestrator.release import Release
@@ -51,6 +51,9 @@ def push(
     """Push the code as an immutable release; start nothing. Goes on after a cut."""
     with open_session(inventory) as session:
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
+        alone = len(found) == 1 and not dry_run
+        # The files are hashed while pct starts.
+        opening = session.fleet.opening(found[0]) if alone else None
         release = releases.build(snapshot.find_root(code, working_folder()), session.laptop)
         if dry_run and as_json:
             paths = [entry.path for entry in release.entries]
@@ -61,15 +64,23 @@ def push(
                 output.say(entry.path)
             output.notice(f"{release.files} files, {output.size(release.bytes)}: {release.id}")
             return
-        failed = _push(session.fleet, found, release, as_json)
+        failed = _push(session.fleet, found, release, opening, as_json)
     if failed:
         raise typer.Exit(max(error.exit_code for error in failed))
 
 
 def _push(
-    fleet: Fleet, targets: Sequence[Target], release: Release, as_json: bool
+    fleet: Fleet,
+    targets: Sequence[Target],
+    release: Release,
+    opening: Opening | None,
+    as_json: bool,
 ) -> list[DflashctlError]:
-    """Into all of them at once, told as they are done; what kept it from some."""
+    """Into all of them at once, told as they are done; what kept it from some.
+
+    :param opening: the channel of the only target, on its way.
+    """
+    begun = [opening] if opening else []
     names = targets[0].name if len(targets) == 1 else f"{len(targets)} containers"
     meter = output.Meter(f"pushing to {names}", release.bytes * len(targets))
 
@@ -80,7 +91,9 @@ def _push(
         ):
             return releases.push(
                 fleet,
-                lambda: opened.enter_context(fleet.container(target)),
+                lambda: opened.enter_context(
+                    begun.pop().result() if begun else fleet.container(target)
+                ),
                 release,
                 notice=output.notice,
                 progress=meter,

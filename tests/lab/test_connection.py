@@ -157,6 +157,31 @@ def test_all_containers_of_a_host_share_one_connection(cli: Cli, proxied: Proxy)
     assert proxied.traffic()["connections"] == 1
 
 
+def test_a_connection_begun_ahead_is_the_only_one(cli: Cli, proxied: Proxy) -> None:
+    cli("exec", "lab-201", "--", "true", code=0)
+    assert "lab-201" in (cli.home / ".cache/dflashctl/ways.json").read_text()
+    before = proxied.traffic()["connections"]
+    assert cli("exec", "lab-201", "--", "echo", "hi", code=0).stdout == "hi\n"
+    assert proxied.traffic()["connections"] == before + 1
+
+
+def test_wrong_usage_is_told_although_a_connection_was_begun(cli: Cli, lab: Lab) -> None:
+    cli("exec", "lab-201", "--", "true", code=0)
+    assert "--nonsense" in cli("exec", "lab-201", "--nonsense", "--", "true", code=2).stderr
+
+
+def test_a_host_key_that_has_changed_is_refused_ahead_too(
+    cli: Cli, lab: Lab, tmp_path: Path
+) -> None:
+    own = tmp_path / "known_hosts"
+    own.write_text(lab.layout.known_hosts.read_text())
+    settings = yaml.safe_load(lab.inventory.read_text())["hosts"]["lab"]
+    inventory(cli, tmp_path, settings | {"known_hosts": str(own)})
+    cli("exec", "c", "--", "true", code=0)
+    own.write_text("")
+    assert "is not known here" in cli("exec", "c", "--", "true", code=3).stderr
+
+
 def test_more_containers_than_channels_take_turns(
     cli: Cli, lab: Lab, proxied: Proxy, tmp_path: Path
 ) -> None:
