@@ -305,6 +305,32 @@ def _names_package(failure: Failure, names: set[str]) -> bool:
     return code_error and bool(packages & names)
 
 
+_NO_FIRST_LINE = (
+    # bash 5.2 and later; before it, and zsh
+    r": (/\S+/)([\w.+-]+): cannot execute: required file not found",
+    r": (/\S+/)([\w.+-]+): /\S+: bad interpreter: No such file or directory",
+)
+
+
+def moved_environment(e: Evidence) -> Iterator[Finding]:
+    """A program whose first line names an interpreter that is gone: ``torchrun`` and ``pip`` of a
+    virtual environment that was moved or copied keep the old path."""
+    hits = [h for h in e.search(*_NO_FIRST_LINE, probes=False) if not h[2].endswith(".sh")]
+    if not hits or e.progress:
+        return
+    folder, name = hits[-1][1], hits[-1][2]
+    module = {"torchrun": "torch.distributed.run"}.get(name, name.replace("-", "_"))
+    yield e.found(
+        "env.path",
+        f"{folder}{name} names an interpreter that is not there: was its environment moved?",
+        hits[-3:],
+        f"in the container: head -1 {folder}{name}   # the interpreter that it asks for\n"
+        f"{folder}python -m {module} …   # needs no first line\n"
+        "or make the environment anew where it is to stay",
+        confidence=0.9,
+    )
+
+
 def command_path(e: Evidence) -> Iterator[Finding]:
     """127 and the shells' ways to say it (``bash: line 1: torchrun: command not found``, dash's
     ``python: not found``, lxc-attach's ``Failed to exec "x"``). pct exec's PATH lacks
@@ -367,4 +393,4 @@ def _ignored(e: Evidence, hit: Hit) -> bool:
     return following is not None and "(ignored)" in following.text
 
 
-RULES = (missing_module, versions, drift, command_path)
+RULES = (missing_module, versions, drift, moved_environment, command_path)
