@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from trainer import hub
 from trainer.config import TargetConfig
 from trainer.data.batch import Batch
 from trainer.drafter.config import text_config
@@ -33,8 +34,12 @@ class Source:
 
     folder: str
     gguf_file: str | None = None
+    silence: str | None = None
+    """Of a model of the hub: why that does not answer. Then the cache alone is read."""
 
     def arguments(self) -> dict[str, Any]:
+        if self.silence:
+            return {"local_files_only": True}
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
 
@@ -56,7 +61,7 @@ def locate(model: str) -> Source:
         return Source(str(path))
     if path.is_absolute() or model.startswith(".") or model.count("/") > 1:
         raise TargetError(f"target.model: no file or folder {model}")
-    return Source(model)
+    return Source(model, silence=hub.silence())
 
 
 def load_hf_config(target: TargetConfig) -> Any:
@@ -65,6 +70,13 @@ def load_hf_config(target: TargetConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(source.folder, **source.arguments())
     except (OSError, ValueError, KeyError) as error:
+        if source.silence:
+            raise TargetError(
+                f"target.model {target.model} is not in this machine's cache, and the hub "
+                f"{hub.constants.ENDPOINT} does not answer: {source.silence}",
+                next_step="give this machine a way there (HTTPS_PROXY, or a mirror: HF_ENDPOINT), "
+                "or download the model elsewhere, copy it here and name its folder",
+            ) from None
         raise TargetError(
             f"target.model {target.model}: transformers cannot read it: {_first_line(error)}",
             next_step="check the name, or download the model into a folder and name that",
