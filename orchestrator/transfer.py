@@ -30,6 +30,8 @@ PARTS = ".dflashctl-pull"
 # for the reader of one request cannot serve another.
 AHEAD_BYTES = 8 << 20
 AHEAD_FILES = 32
+IGNORE_FILE = ".gitignore"
+IGNORED = "# Pulled out of a container by dflashctl: no part of the code.\n*\n"
 GROWING = (".log", ".jsonl", ".index")
 """Names of what a run appends to."""
 CHANGES = 3
@@ -154,7 +156,8 @@ def pull(
 ) -> Pulled:
     """Fetch what ``source`` (fields of ``pull.list``) names; goes on after dropped links.
 
-    A folder that is made for it is kept out of what git and a push take from the one it lies in.
+    A folder that is made for it is kept out of what git and a push take from the one it lies in. A
+    ``.gitignore`` at the source's root would undo that, so it stays in the container.
 
     :param own_folder: the destination is this pull's alone, also where it is there already.
     :raises TransferError: a file that does not verify; the others and its last state stay.
@@ -162,14 +165,16 @@ def pull(
     pulled = Pulled(destination)
     channel: AgentChannel | None = None
     attempt = 0
-    ignored = own_folder or not destination.exists()
+    ignored = own_folder or not destination.exists() or ignores_itself(destination)
     while True:
         try:
             channel = fleet.container(target)
             with writing(destination):
                 if ignored:
                     ignore_itself(destination)
-                _pull_once(channel, source, pulled, wanted, notice, progress)
+                # Asked again: whoever has rules of their own there keeps them, or pulls them.
+                ours = ignores_itself(destination)
+                _pull_once(channel, source, pulled, _spared(wanted, ours, notice), notice, progress)
             return pulled
         except (ConnectionLost, HostUnreachable) as error:
             if channel is None:
@@ -184,8 +189,31 @@ def pull(
 def ignore_itself(folder: Path) -> None:
     """As a virtual environment does it. Whoever has another .gitignore there keeps it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError), (folder / ".gitignore").open("x") as stream:
-        stream.write("# Pulled out of a container by dflashctl: no part of the code.\n*\n")
+    with contextlib.suppress(FileExistsError), (folder / IGNORE_FILE).open("x") as stream:
+        stream.write(IGNORED)
+
+
+def ignores_itself(folder: Path) -> bool:
+    """Whether a pull made it."""
+    try:
+        return (folder / IGNORE_FILE).read_bytes() == IGNORED.encode()
+    except OSError:
+        return False
+
+
+def _spared(wanted: Callable[[str], bool], ours: bool, notice: Notice) -> Callable[[str], bool]:
+    """``wanted``, but for what would replace our own rules."""
+
+    def is_wanted(path: str) -> bool:
+        if not ours or path != IGNORE_FILE:
+            return wanted(path)
+        notice(
+            f"left out {IGNORE_FILE}: the one here keeps what is pulled out of the next push; "
+            "pull it alone with --path, or into a folder that is there already"
+        )
+        return False
+
+    return is_wanted
 
 
 def _pull_once(

@@ -143,7 +143,7 @@ def pull(
     """Fetch a run's logs, records, newest and best checkpoint, verified; goes on after a cut.
 
     A second pull fetches only what changed. A folder that it makes ignores itself (.gitignore), so
-    that the next launch or commit does not take it along.
+    that the next launch or commit does not take it along; a .gitignore of what is pulled stays out.
     """
     with open_session(inventory) as session:
         ref = session.one_run(runs, host, ct)

@@ -86,6 +86,28 @@ def test_a_pull_brings_logs_and_records_and_no_secrets(
     assert again["files"] == 0 and again["unchanged"] > 4
 
 
+def test_a_folder_with_ignore_rules_of_its_own_is_not_pushed_back(
+    cli: Cli, lab: Lab, code: Path
+) -> None:
+    there = lab.files(201) / "workspace/corpus"
+    (there / "sub").mkdir(parents=True, exist_ok=True)
+    (there / ".gitignore").write_text("*.tmp\n")
+    (there / "sub/.gitignore").write_text("!*\n")
+    (there / "sub/answers.jsonl").write_text("{}")
+    (code / "train.py").write_text("")
+    cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
+    for _ in range(2):
+        told = cli("pull", "--path", "/workspace/corpus", "--to", "corpus", cwd=code, code=0)
+        assert "left out .gitignore" in told.stderr
+        assert (code / "corpus/sub/.gitignore").read_text() == "!*\n"
+    for _ in ("plain", "git"):
+        assert cli.json("push", "lab-201", "--dry-run", cwd=code)["paths"] == ["train.py"]
+        subprocess.run(["git", "init", "-q"], cwd=code, check=True)
+    (code / "mine").mkdir()
+    cli("pull", "--path", "/workspace/corpus", "--to", "mine", cwd=code, code=0)
+    assert (code / "mine/.gitignore").read_text() == "*.tmp\n"
+
+
 def test_what_a_pull_brought_is_not_pushed_by_the_next_launch(
     cli: Cli, run_id: str, code: Path
 ) -> None:
