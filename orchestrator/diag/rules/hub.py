@@ -27,6 +27,7 @@ OFFLINE = (
     r"LocalEntryNotFoundError|OfflineModeIsEnabled|outgoing traffic has been disabled",
     r"[Ww]e couldn't connect to 'https?://\S*(?:huggingface|hf)|couldn't connect to \S*huggingface",
     r"Cannot reach https?://\S+: offline mode is enabled",
+    r"the hub https?://\S+ does not answer",  # trainer/target.py
     r"HTTPSConnectionPool\(host='\S*(?:huggingface|hf\.co|modelscope|xethub|amazonaws|"
     r"cloudfront|github)\S*'",
     r"(?:huggingface\.co|hf\.co|modelscope|cdn-lfs|xet)\S*[^\n]*(?:[Cc]onnect(?:ion)?(?:Error|"
