@@ -68,15 +68,9 @@ def split_heads(
 
 @split_heads.register_fake
 def _(
-    fused: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    heads: int,
-    kv_heads: int,
+    fused: Tensor, query_weight: Tensor, key_weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    *_, heads, kv_heads = rest
     shape, width = fused.shape[:2], key_weight.numel()
     query = fused.new_empty(*shape, heads, width)
     return query, fused.new_empty(*shape, kv_heads, width), fused.new_empty(*shape, kv_heads, width)
@@ -114,15 +108,7 @@ def split_heads_gradient(
 
 @split_heads_gradient.register_fake
 def _(
-    fused: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    d_query: Tensor,
-    d_key: Tensor,
-    d_value: Tensor,
+    fused: Tensor, query_weight: Tensor, key_weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_fused = fused.new_empty(fused.shape)
     return d_fused, torch.empty_like(query_weight), torch.empty_like(key_weight)
@@ -186,18 +172,7 @@ def slot_attention(
 
 
 @slot_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    own_key: Tensor,
-    own_value: Tensor,
-    low: Tensor,
-    high: Tensor,
-    own_low: Tensor,
-    own_high: Tensor,
-    ranges: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -243,23 +218,9 @@ def slot_attention_gradient(
 
 
 @slot_attention_gradient.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    own_key: Tensor,
-    own_value: Tensor,
-    low: Tensor,
-    high: Tensor,
-    own_low: Tensor,
-    own_high: Tensor,
-    ranges: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    found = tuple(torch.empty_like(t) for t in (query, key, value, own_key, own_value))
-    return found[0], found[1], found[2], found[3], found[4]
+def _(*inputs: Tensor) -> tuple[Tensor, ...]:
+    # Of query, key, value, own_key, own_value.
+    return tuple(torch.empty_like(t) for t in inputs[:5])
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
