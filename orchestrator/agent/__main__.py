@@ -78,9 +78,9 @@ def main() -> None:
     """``<program>.pyz supervise <run folder>``: the command of a run's tmux pane."""
     if sys.argv[1:2] != ["supervise"] or len(sys.argv) != 3:
         sys.exit("usage: agent.pyz supervise RUN_FOLDER")
-    from orchestrator.agent.supervisor import main as supervise
+    from orchestrator.agent.pane import main as attend
 
-    sys.exit(supervise(sys.argv[2]))
+    sys.exit(attend(sys.argv[2]))
 
 
 if __name__ == "__main__":

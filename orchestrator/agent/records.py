@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
 from typing import Any
 
@@ -65,6 +66,15 @@ def exit_record(paths: RunPaths) -> dict[str, Any] | None:
     """exit.json; None unless it says how the run ended."""
     found = _shaped(read_record(paths.exit) or {}, _EXIT)
     return found if found.get("reason") in ENDED else None
+
+
+def describe_end(record: dict[str, Any]) -> str:
+    """``failed, exit code 3`` or ``stopped, signal SIGTERM``."""
+    if record.get("signal"):
+        how = f"signal {signal.Signals(record['signal']).name}"
+    else:
+        how = f"exit code {record.get('exit_code')}"
+    return f"{record['reason']}, {how}"
 
 
 def heartbeat(paths: RunPaths) -> dict[str, Any]:

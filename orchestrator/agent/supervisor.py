@@ -1,9 +1,9 @@
 """Stands where ``tee`` stood: runs the command, copies its output, always knows how it ended.
 
 ``tee`` in a pipe fails in both directions: when it dies (pane closed, tmux killed, disk full) the
-trainer dies of SIGPIPE, and the exit code is the wrong one. So the pane's process only starts the
-supervisor in a session of its own, where neither the terminal's signals nor its end reach it, and
-then waits to hand its exit code on to tmux.
+trainer dies of SIGPIPE, and the exit code is the wrong one. So the pane's process (``pane.py``)
+only starts the supervisor in a session of its own, where neither the terminal's signals nor its end
+reach it, and then waits to hand its exit code on to tmux.
 
 Its tree: tmux pane (waits) · supervisor (own session, subreaper) · the command (own session) · …
 """
@@ -24,7 +24,7 @@ from orchestrator.agent.checkpoints import newest
 from orchestrator.agent.files import read_record, write_record
 from orchestrator.agent.launch_child import Child, spawn, why_not
 from orchestrator.agent.program import boot_id, plain
-from orchestrator.agent.records import ExitRecord, Heartbeat
+from orchestrator.agent.records import ExitRecord, Heartbeat, describe_end
 from orchestrator.agent.runlog import Pane, RunLog
 from orchestrator.paths import RunPaths
 
@@ -37,51 +37,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _F_SETPIPE_SZ = 1031
 
 
-def main(folder: str) -> int:
-    """The pane's process: starts the supervisor, waits for it, ends as the command ended."""
-    paths = RunPaths(folder)
-    reading, writing = os.pipe()
-    tmux = os.getppid()
-    first = os.fork()
-    if first == 0:
-        os.setsid()
-        if os.fork():
-            os._exit(0)
-        os.close(reading)
-        # ``writing`` stays open in the supervisor alone: its end is the end of file for the pane.
-        os._exit(_supervise(paths, tmux))
-    os.close(writing)
-    os.waitpid(first, 0)
+def supervise(paths: RunPaths, tmux: int) -> int:
+    """The supervisor's whole life, in a process of its own whose output is the pane.
 
-    def pass_on(number: int, frame: object) -> None:
-        record = read_record(paths.supervisor)
-        if record is not None and process.alive(record["pid"], record["start"]):
-            os.kill(record["pid"], signal.SIGINT)
-
-    # Ctrl-C in an attached pane is a person's stop: the trainer shall write its checkpoint.
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-        signal.signal(number, pass_on)
-    while os.read(reading, 1):
-        pass
-    record = read_record(paths.exit)
-    if record is None:
-        print("[dflashctl] the supervisor ended without a record", flush=True)
-        return 1
-    print(f"[dflashctl] {paths.run_id}: {describe_end(record)}", flush=True)
-    if record["exit_code"] is not None:
-        return int(record["exit_code"])
-    return 128 + int(record["signal"] or 0)
-
-
-def describe_end(record: dict[str, Any]) -> str:
-    if record.get("signal"):
-        how = f"signal {signal.Signals(record['signal']).name}"
-    else:
-        how = f"exit code {record.get('exit_code')}"
-    return f"{record['reason']}, {how}"
-
-
-def _supervise(paths: RunPaths, tmux: int) -> int:
+    :param tmux: PID of the tmux server.
+    """
     lock = os.open(f"{paths.root}/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -347,103 +345,6 @@ def test_ctrl_c_in_an_attached_pane_is_a_stop(runs: Any) -> None:
     runs.says(run, "ready")
     runs.tmux("send-keys", "-t", run["session"], "C-c")
     assert runs.ending(run)["reason"] == "stopped"
-
-
-# A full disk
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-    if subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    path = folder / "filler"
-    with path.open("wb", buffering=0) as file:
-        size = 1 << 16
-        while size:
-            try:
-                file.write(bytes(size))
-            except OSError:
-                size //= 2
-    return path
-
-
-def on(runs: Any, folder: Path) -> None:
-    runs.agent = runs.new_agent(workdir=folder)
-
-
-@pytest.mark.slow
-def test_a_full_disk_stops_neither_the_run_nor_its_record(runs: Any, small_disk: Path) -> None:
-    on(runs, small_disk)
-    run = runs.python(COUNT.format(count=100, pause=0.02))
-    runs.says(run, "line 3")
-    filler = fill(small_disk)
-    # One page of the log is still free to be filled.
-    child = run["supervisor"]["child"]
-    time.sleep(1)
-    assert alive(child["pid"], child["start"])
-    filler.unlink()
-    end = runs.ending(run)
-    assert (end["exit_code"], end["lost_bytes"]) == (0, 0)
-    assert lines(run) == [f"line {number}" for number in range(100)]
-    runs.agent.close()
-
-
-@pytest.mark.slow
-def test_on_a_disk_that_stays_full_the_end_is_still_recorded(runs: Any, small_disk: Path) -> None:
-    on(runs, small_disk)
-    code = """
-import time
-print("begun", flush=True)
-time.sleep(1)
-for n in range(300): print(n, "x" * 40_000, flush=True)
-print("the last line", flush=True)
-raise SystemExit(3)
-"""
-    run = runs.python(code)
-    runs.says(run, "begun")
-    filler = fill(small_disk)
-    end = runs.ending(run)
-    assert (end["exit_code"], end["reason"]) == (3, "failed")
-    assert end["lost_bytes"] > 0
-    assert runs.status(run)["state"] == "failed"
-    filler.unlink()
-    runs.agent.close()
-
-
-@pytest.mark.slow
-def test_lost_output_is_counted_and_told_where_it_is_missing(runs: Any, small_disk: Path) -> None:
-    on(runs, small_disk)
-    code = """
-import os, time
-print("begun", flush=True)
-while not os.path.exists(os.environ["GO"]): time.sleep(0.01)
-for n in range(300): print(n, "x" * 40_000, flush=True)
-print("flooded", flush=True)
-os.rename(os.environ["GO"], os.environ["GO"] + ".done")
-time.sleep(2)
-print("the last line", flush=True)
-"""
-    go = runs.workdir / "go"
-    # What is kept in memory is written when there is space: 2 MB hold only the end of it.
-    run = runs.python(code, env={"GO": str(go)}, log_bytes=400_000, log_files=2)
-    runs.says(run, "begun")
-    filler = fill(small_disk)
-    go.touch()
-    runs.wait(lambda: not go.exists())
-    filler.unlink()
-    end = runs.ending(run)
-    text = "\n".join(lines(run))
-    assert end["lost_bytes"] > 1_000_000
-    assert "the last line" in text
-    runs.agent.close()
 
 
 @pytest.mark.slow
