@@ -24,7 +24,7 @@ from orchestrator.target import HostTarget, resolve_host
 def discover(
     hosts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[HOST]...", help="Default: every host of the inventory."),
+        typer.Argument(metavar="HOST", help="Default: every host of the inventory."),
     ] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Add what is new to inventory.d/HOST.yaml.")

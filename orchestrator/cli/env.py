@@ -38,7 +38,7 @@ COLOURS = {"breaks": "31;1", "may matter": "33", "harmless": "2"}
 def freeze(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TARGET|RUN]", help="A container now, or a run as it began."),
+        typer.Argument(metavar="TARGET|RUN", help="A container now, or a run as it began."),
     ] = None,
     host: HostOption = None,
     ct: CtOption = None,

@@ -20,7 +20,7 @@ from orchestrator.starter import Choices, Written
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Where the script and the config go.")
+        Path, typer.Argument(metavar="FOLDER", help="Where the script and the config go.")
     ] = Path(),
     host: Annotated[
         str | None, typer.Option("--host", help="The Proxmox host, as for ssh: root@10.1.2.6.")

@@ -26,15 +26,11 @@ from orchestrator.target import Target
 def play(
     playbook: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[PLAYBOOK|FILE]", help="Without one: list them.", show_default=False
-        ),
+        typer.Argument(metavar="PLAYBOOK|FILE", help="Without one: list them.", show_default=False),
     ] = None,
     targets: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[TARGET]...", help="Inventory names or groups.", show_default=False
-        ),
+        typer.Argument(metavar="TARGET", help="Inventory names or groups.", show_default=False),
     ] = None,
     host: HostOption = None,
     ct: CtOption = None,
