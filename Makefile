@@ -16,8 +16,9 @@ PIP_FLAGS := $(if $(shell test -t 2 && echo terminal),,--quiet) --disable-pip-ve
 IN_CONTAINERS := -p orchestrator.agent -p trainer -m orchestrator.paths -m orchestrator.meeting \
   -m orchestrator.environment.collector
 # Two processes more than there are cores, for the lab's tests mostly wait; a file to one process, for
-# its lab tests share one lab.
-PYTEST := $(BIN)/python -m pytest -q -n $(shell expr $$(nproc) + 2) --dist loadfile
+# its lab tests share one lab. In the order of the folders: xdist would begin the files of few tests last,
+# and those are the long ones.
+PYTEST := $(BIN)/python -m pytest -q -n $(shell expr $$(nproc) + 2) --dist loadfile --no-loadscope-reorder
 # Else every process under test compiles every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
