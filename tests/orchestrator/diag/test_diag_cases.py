@@ -2,7 +2,8 @@
 alarm.
 
 A case is a folder with ``log.txt``, perhaps ``probes.json``, and ``expect.json``: ``code`` (null
-for a healthy run), ``also`` (acceptable further codes), ``not`` (must not be the root cause).
+for a healthy run), and where it needs them ``also`` (acceptable further codes), ``not`` (must not
+be the root cause), ``near`` (of a healthy run: the codes whose words it has).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def folders(root: Path) -> list[Path]:
 
 def label(case: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((case / "expect.json").read_text(encoding="utf-8"))
-    return loaded
+    return {"also": [], "not": [], **loaded}
 
 
 def report_of(case: Path) -> Report:
@@ -75,6 +76,7 @@ def test_every_code_has_a_positive_a_near_miss_and_a_healthy_neighbour() -> None
     near_miss = {code for one in sick for code in one["not"]}
     neighbour = {code for one in labels if one["code"] is None for code in one.get("near", ())}
 
+    assert positive - set(CODES) == set(), "orchestrator/diag/codes.py does not have it"
     assert set(CODES) - positive == set(), "no case has it as its root cause"
     assert set(CODES) - near_miss == set(), "no sick run of another cause says that it is not this"
     assert set(CODES) - neighbour == set(), "no healthy run uses its words"
