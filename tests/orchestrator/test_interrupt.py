@@ -59,6 +59,21 @@ def test_no_import_of_the_controller_shows_a_traceback(tmp_path: Path, at: str) 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    ("at", "start"),
+    [
+        ("pathlib", ("-m", "orchestrator.cli")),
+        ("orchestrator.cli.interrupt", ("-m", "orchestrator.cli")),
+        ("orchestrator.cli.interrupt", ("-c", "from orchestrator.cli import main; main()")),
+    ],
+)
+def test_nor_does_what_comes_before_the_first_verb(
+    tmp_path: Path, at: str, start: tuple[str, ...]
+) -> None:
+    done = interrupted(tmp_path, at, *start, "ps")
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_completion_ends_as_quietly(tmp_path: Path) -> None:
     words = ("-m", "orchestrator.cli", "__complete", "p")
     done = interrupted(tmp_path, "orchestrator.cli.complete", *words)
