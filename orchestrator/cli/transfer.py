@@ -173,21 +173,25 @@ def pull(
             )
         finally:
             meter.close()
-        if as_json:
-            output.emit(
-                {
-                    "run_id": run_id,
-                    "host": ref.target.host.name,
-                    "ct": ref.target.ct,
-                    "destination": str(pulled.destination),
-                    "files": pulled.files,
-                    "bytes": pulled.bytes,
-                    "unchanged": pulled.unchanged,
-                    "skipped": pulled.skipped,
-                }
-            )
-        else:
-            output.say(
-                f"{pulled.files} files, {output.size(pulled.bytes)} into {pulled.destination} "
-                f"({pulled.unchanged} unchanged)"
-            )
+        _tell_pulled(ref.target, run_id, pulled, as_json)
+
+
+def _tell_pulled(target: Target, run_id: str, pulled: transfer.Pulled, as_json: bool) -> None:
+    if not as_json:
+        output.say(
+            f"{pulled.files} files, {output.size(pulled.bytes)} into {pulled.destination} "
+            f"({pulled.unchanged} unchanged)"
+        )
+        return
+    output.emit(
+        {
+            "run_id": run_id,
+            "host": target.host.name,
+            "ct": target.ct,
+            "destination": str(pulled.destination),
+            "files": pulled.files,
+            "bytes": pulled.bytes,
+            "unchanged": pulled.unchanged,
+            "skipped": pulled.skipped,
+        }
+    )
