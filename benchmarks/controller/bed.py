@@ -74,6 +74,17 @@ def median(samples: Sequence[Sample]) -> float:
     return statistics.median(sample.wall for sample in samples)
 
 
+def write_inventory(folder: Path, lab: Lab, proxy: Proxy, **host: str) -> Path:
+    """The lab's own, its host behind the proxy; ``host``: more of the host's settings."""
+    config = folder / "ssh_config"
+    config.write_text(f"HostKeyAlias [127.0.0.1]:{lab.spec.port}\n")
+    known = yaml.safe_load(lab.inventory.read_text())
+    known["hosts"]["lab"] |= {"port": proxy.port, "ssh_config": str(config), **host}
+    inventory = folder / "inventory.yaml"
+    inventory.write_text(yaml.safe_dump(known))
+    return inventory
+
+
 class Bed:
     """One lab with container 201; ``ssh`` and ``dflashctl`` reach it through the proxy."""
 
@@ -81,12 +92,7 @@ class Bed:
         self.folder = folder
         self.lab = lab
         self.proxy = proxy
-        config = folder / "ssh_config"
-        config.write_text(f"HostKeyAlias [127.0.0.1]:{lab.spec.port}\n")
-        known = yaml.safe_load(lab.inventory.read_text())
-        known["hosts"]["lab"] |= {"port": proxy.port, "ssh_config": str(config)}
-        inventory = folder / "inventory.yaml"
-        inventory.write_text(yaml.safe_dump(known))
+        self.inventory = write_inventory(folder, lab, proxy)
         self.code = folder / "code"
         self.code.mkdir()
         (self.code / "start_training.sh").write_text("exec true\n")
@@ -94,7 +100,7 @@ class Bed:
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
             "PYTHONPATH": str(ROOT),
-            "DFLASHCTL_INVENTORY": str(inventory),
+            "DFLASHCTL_INVENTORY": str(self.inventory),
         }
 
     def argv(self, *words: str | Path) -> list[str]:

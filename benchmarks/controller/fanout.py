@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from bed import write_inventory
 
 from orchestrator import inventory as inventories
 from orchestrator.fleet import Fleet
@@ -62,18 +62,12 @@ class Bench:
     def __init__(self, folder: Path, lab: Lab, proxy: Proxy) -> None:
         self.lab = lab
         self.proxy = proxy
-        config = folder / "ssh_config"
-        config.write_text(f"HostKeyAlias [127.0.0.1]:{lab.spec.port}\n")
-        known = yaml.safe_load(lab.inventory.read_text())
-        known["hosts"]["lab"] |= {"port": proxy.port, "ssh_config": str(config)}
-        inventory = folder / "inventory.yaml"
-        inventory.write_text(yaml.safe_dump(known))
         laptop = LaptopPaths({"HOME": str(folder)})
         self.state = LaptopState(laptop)
-        self.targets = everything(inventories.load(inventory, laptop))
-        known["hosts"]["lab"]["enter"] = "lxc-attach"
-        inventory.write_text(yaml.safe_dump(known))
-        self.attached = everything(inventories.load(inventory, laptop))
+        known = write_inventory(folder, lab, proxy)
+        self.targets = everything(inventories.load(known, laptop))
+        known = write_inventory(folder, lab, proxy, enter="lxc-attach")
+        self.attached = everything(inventories.load(known, laptop))
         """The same, entered by lxc-attach."""
 
     def cold(self, fleet: Fleet, targets: Sequence[Target]) -> tuple[float, float]:

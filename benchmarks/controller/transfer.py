@@ -14,9 +14,19 @@ import random
 import shlex
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 from bed import CT, HEADER, TARGET, Bed, Row, Sample, bed, circumstances, median, timed
+
+from orchestrator import inventory as inventories
+from orchestrator import release as releases
+from orchestrator import snapshot
+from orchestrator.fleet import Fleet
+from orchestrator.paths import LaptopPaths
+from orchestrator.release import Push
+from orchestrator.state import LaptopState
+from orchestrator.target import resolve
 
 FILES, SIZE = 2_000, 50_000
 MB = FILES * SIZE / 1e6
@@ -74,6 +84,28 @@ def pushes(made: Bed, rounds: int) -> dict[str, list[Sample]]:
     return found
 
 
+def beyond(made: Bed, rounds: int) -> list[Sample]:
+    """One changed file of few, on a channel whose agent has answered: without the connection."""
+    laptop = LaptopPaths(made.environment)
+    (target,) = resolve(inventories.load(made.inventory, laptop), [TARGET])
+    folder = made.folder / "small"
+    folder.mkdir()
+    found = []
+    with Fleet(LaptopState(laptop)) as fleet:
+        channel = fleet.container(target)
+        channel.hello()
+        for number in range(-1, 5 * rounds):
+            (folder / "module.bin").write_bytes(random.Random(number).randbytes(SIZE))
+            release = releases.build(snapshot.find_root(folder, folder), laptop)
+            begun, cpu = time.perf_counter(), time.process_time()
+            blobs, commit = Push(channel, release, None).send()
+            for request in [*blobs, commit]:
+                request.result()
+            found.append(Sample(time.perf_counter() - begun, time.process_time() - cpu))
+    # With the first one the agent imports what it needs.
+    return found[1:]
+
+
 def pulls(made: Bed, rounds: int) -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = {name: [] for name in ("pull", "cat", "rsync")}
     run_id = made.said("launch", TARGET, "--force", "--wait").splitlines()[0]
@@ -105,7 +137,9 @@ def rows(made: Bed, rtt_ms: float, rounds: int) -> list[Row]:
     def speed(megabytes: float, samples: list[Sample]) -> float:
         return megabytes / median(samples)
 
-    def row(what: str, ours: float, theirs: float, unit: str, beside: str, goal: str = "") -> Row:
+    def row(
+        what: str, ours: float, theirs: float | None, unit: str, beside: str, goal: str = ""
+    ) -> Row:
         return Row(what, rtt_ms, ours, theirs, unit, beside, goal)
 
     push, pull = speed(MB, pushed["push"]), speed(CHECKPOINT_MB, pulled["pull"])
@@ -117,6 +151,14 @@ def rows(made: Bed, rtt_ms: float, rounds: int) -> list[Row]:
         row(whole, push, speed(MB, pushed["tar"]), "MB/s", "tar through pct exec", floor),
         row(whole, push, speed(MB, pushed["rsync"]), "MB/s", "rsync, without pct"),
         row("push, one file changed", one, other, "s", "rsync, without pct"),
+        row(
+            "the same of a small tree, beyond the connection",
+            1000 * median(beyond(made, rounds)),
+            2 * rtt_ms or None,
+            "ms",
+            "two round trips",
+            "≤ 2 round trips",
+        ),
         row(back, pull, cat, "MB/s", "cat through pct exec"),
         row(back, pull, speed(CHECKPOINT_MB, pulled["rsync"]), "MB/s", "rsync, without pct"),
     ]
