@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import sys
 import time
 from typing import Any, BinaryIO
@@ -77,8 +78,13 @@ def of_interpreter(python: str | None, given: dict[str, str]) -> dict[str, str]:
 
 
 def set_environment() -> None:
-    """For all our children: a whole PATH, and UTF-8, without which tmux shows underscores."""
+    """For all our children: a whole PATH, a home, and UTF-8 (else tmux shows underscores)."""
     os.environ["PATH"] = search_path()
+    # `pct exec --keep-env 0` gives none, and a script with `set -u` that names $HOME ends there.
+    with contextlib.suppress(KeyError):  # a user number without a line in /etc/passwd
+        user = pwd.getpwuid(os.getuid())
+        known = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
+        os.environ.update({key: value for key, value in known.items() if not os.environ.get(key)})
     names = (os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))
     effective = next((name for name in names if name), "")
     if "utf8" not in effective.lower().replace("-", ""):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import random
 import sys
 import threading
@@ -210,6 +211,20 @@ def test_without_a_utf8_locale_the_run_gets_one(runs: Any) -> None:
     run = runs.python("import os; print(os.environ['LC_ALL'], 'ü')")
     runs.ending(run)
     assert Path(run["log"]).read_text() == "C.UTF-8 ü\n"
+
+
+def test_a_run_has_a_home_and_a_user_though_pct_gives_none(runs: Any) -> None:
+    runs.environment = {
+        "PATH": "/sbin:/bin:/usr/sbin:/usr/bin",
+        "USER": "",
+        "LOGNAME": "of-ones-own",
+        "TMUX_TMPDIR": runs.environment["TMUX_TMPDIR"],
+    }
+    runs.agent = runs.new_agent()
+    found, _ = shown(runs, runs.python(SHOW))
+    user = pwd.getpwuid(os.getuid())
+    named = (found["HOME"], found["USER"], found["LOGNAME"])
+    assert named == (user.pw_dir, user.pw_name, "of-ones-own")
 
 
 def test_secrets_reach_the_command_and_nothing_else(runs: Any) -> None:
