@@ -36,6 +36,10 @@ NEXT_STEPS = {
 }
 
 
+SOCKET_FOLDER = (
+    "move it aside, and tmux makes its own (sessions in it live on): "
+    "dflashctl exec {name} -- mv {folder} {folder}.aside"
+)
 # Of the system's own interpreter: Debian refuses pip there.
 PEP_668 = (
     "Debian keeps pip out of its own Python (PEP 668): dflashctl exec {name} -- python3 -m venv "
@@ -121,7 +125,12 @@ def _check(name: str, found: dict[str, Any], target: Target) -> Check:
     step = NEXT_STEPS.get(name, "")
     if missing and SYSTEM_PYTHON.fullmatch(python):
         step = PEP_668
-    step = step.format(python=python, missing=missing, ct=target.ct, name=target.name)
+    folder = str(value.get("folder", "")) if isinstance(value, dict) else ""
+    if name == "tmux" and folder:
+        step = SOCKET_FOLDER
+    step = step.format(
+        python=python, missing=missing, ct=target.ct, name=target.name, folder=folder
+    )
     if name == "locale" and not ok:
         # No launch need warn of what it mends itself.
         ok, text = True, f"{text}: dflashctl sets LC_ALL=C.UTF-8 for the run"

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -126,10 +127,31 @@ def _modules(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tmux() -> dict[str, Any]:
+    from orchestrator.agent.tmux import socket_path
+
     path = which("tmux")
     if path is None:
         raise Failed("there is no tmux")
-    return {"path": path, "version": command([path, "-V"], LIMIT_S).removeprefix("tmux ")}
+    value = {"path": path, "version": command([path, "-V"], LIMIT_S).removeprefix("tmux ")}
+    folder = os.path.dirname(socket_path())
+    if why := _unusable(folder):
+        raise Bad(f"tmux cannot keep its socket in {folder}: {why}", {**value, "folder": folder})
+    return value
+
+
+def _unusable(folder: str) -> str:
+    """Why tmux would refuse the folder of its socket, or ""; it makes a missing one itself."""
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        parent = os.path.dirname(folder)
+        # Also false on a read-only mount, and for root too.
+        return "" if os.access(parent, os.W_OK) else f"{parent} cannot be written"
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is no folder"
+    if found.st_uid != os.getuid():
+        return f"it belongs to user {found.st_uid}, not {os.getuid()}"
+    return "it is open to all users" if found.st_mode & stat.S_IRWXO else ""
 
 
 def _disk(workdir: str, release_bytes: int) -> dict[str, Any]:

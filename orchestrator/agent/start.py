@@ -55,7 +55,11 @@ def start(request: Request) -> dict[str, Any]:
                 _check_link(link)
             _make_folder(request, paths, record, plan, diff)
         if not os.path.exists(paths.supervisor):
-            _begin(request, paths, plan)
+            try:
+                _begin(request, paths, plan)
+            except AgentError:
+                _undo(paths)
+                raise
             supervisor = _await_supervisor(paths)
         else:
             supervisor = read_record(paths.supervisor) or {}
@@ -269,6 +273,17 @@ def _begin(request: Request, paths: RunPaths, plan: dict[str, Any]) -> None:
     program = runnable(request.server.program)
     command = [sys.executable, "-I", "-S", program, "supervise", paths.root]
     tmux.new_session(paths.run_id, command, given)
+
+
+def _undo(paths: RunPaths) -> None:
+    """tmux refused: no secret stays behind, and no run that would be "starting" for minutes."""
+    from orchestrator.agent import tmux
+
+    if tmux.has_session(paths.run_id):
+        return  # its answer was lost, not the session
+    staging = f"{os.path.dirname(paths.root)}/.start-{paths.run_id}"
+    os.rename(paths.root, staging)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _await_supervisor(paths: RunPaths) -> dict[str, Any]:

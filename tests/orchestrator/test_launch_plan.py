@@ -248,3 +248,14 @@ def test_how_a_run_ended(
 ) -> None:
     run = RunSummary(run_id="x", state=state, exit_code=exit_code, signal=signal)
     assert (run.verdict, run.ending()) == (code, words)
+
+
+def test_a_tmux_whose_socket_has_no_place_is_moved_aside_not_installed() -> None:
+    folder = "/tmp/tmux-0"
+    found = {"ok": False, "error": "tmux cannot keep its socket", "value": {"folder": folder}}
+    error = refusal(read({"checks": {"tmux": found}}, TARGET), TARGET)
+    assert error is not None and error.next_step is not None
+    assert f"dflashctl exec {TARGET.name} -- mv {folder} {folder}.aside" in error.next_step
+    absent = {"ok": False, "error": "there is no tmux"}
+    error = refusal(read({"checks": {"tmux": absent}}, TARGET), TARGET)
+    assert error is not None and "apt install tmux" in str(error.next_step)
