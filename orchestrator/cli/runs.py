@@ -319,6 +319,8 @@ def _tell_stopped(answer: dict[str, Any]) -> None:
     if answer.get("already"):
         output.say(f"{run_id} had already ended: {answer['state']}")
     else:
-        how = f"signal {answer['signal']}" if answer.get("signal") else None
-        code = f"exit code {answer.get('exit_code')}"
-        output.say(f"{run_id} {answer['state']} ({how or code})")
+        code = answer.get("exit_code")
+        how = "its exit code is not known" if code is None else f"exit code {code}"
+        if answer.get("signal"):
+            how = f"signal {answer['signal']}"
+        output.say(f"{run_id} {answer['state']} ({how})")

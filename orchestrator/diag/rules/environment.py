@@ -370,7 +370,9 @@ def _no_interpreter(e: Evidence, hits: list[Hit]) -> Finding:
     path = hit.match[hit.match.lastindex or 0] or e.place.python
     number = container_of(e)
     denied = "Permission denied" in hit.line.text
-    folder = path.rpartition("/bin/")[0] or "/opt/venv"
+    folder = path.rpartition("/bin/")[0]
+    system = folder in ("", "/usr")  # the package's place: no virtual environment belongs there
+    make = "apt install -y python3" if system else f"python3 -m venv {folder}"
     return e.found(
         "env.path",
         f"{path} in the container is not executable"
@@ -379,7 +381,7 @@ def _no_interpreter(e: Evidence, hits: list[Hit]) -> Finding:
         hits[:3],
         f"in the inventory: `python:` of {target_of(e)}; what there is: pct exec {number} -- sh -c "
         f"'ls -l {path} /usr/bin/python3* /opt/*/bin/python*'\n"
-        f"or make it: pct exec {number} -- python3 -m venv {folder}\n"
+        f"or make it: pct exec {number} -- {make}\n"
         "what runs there is unknown, not failed: the agent needs an interpreter to look",
         confidence=0.95,
         lasting=True,

@@ -51,6 +51,13 @@ def test_a_lost_quorum_is_brought_back_not_restarted() -> None:
     assert "systemctl restart" not in words
 
 
+def test_the_systems_own_interpreter_is_installed_not_made_as_an_environment_in_usr() -> None:
+    missing = NO_INTERPRETER.replace("/opt/venv/bin/python", "/usr/bin/python3")
+    words = told(ct=200, target={**TARGET, "python": "/usr/bin/python3"}, pct=missing)
+    assert "pct exec 200 -- apt install -y python3" in words
+    assert "venv" not in words
+
+
 def test_the_interpreter_of_the_inventory_is_named_with_its_container() -> None:
     words = told(ct=200, target=TARGET, pct=NO_INTERPRETER)
     assert "the container has no /opt/venv/bin/python" in words
