@@ -128,6 +128,7 @@ class Fleet:
         self.asks = ask
         self._patient = patient
         self._notice = notice
+        self.closed = False  # what was begun in threads is not to connect again
         self._lock = threading.Lock()
         self._hosts: dict[HostTarget, HostConnection] = {}
         self._shared: dict[HostTarget, _Shared] = {}
@@ -222,6 +223,7 @@ class Fleet:
         owner.connection.close()
 
     def close(self) -> None:
+        self.closed = True
         with self._lock:
             owners, self._owners = self._owners, {}
             hosts, self._hosts = list(self._hosts.values()), {}

@@ -37,6 +37,9 @@ def reconnecting(
             channel = channel or channels()
             return work(channel)
         except (ConnectionLost, HostUnreachable) as error:
+            if fleet.closed:
+                # Ctrl-C closed the link under a thread's work: nobody waits for it any more.
+                raise
             notice(f"{error.where}: {error.what}; trying again in {pause:.0f} s")
         if channel is not None:
             fleet.drop(channel)

@@ -1,0 +1,57 @@
+"""Work under which the link is lost: asked for again, unless it was us who closed it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from orchestrator import reconnect
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import ConnectionLost
+from orchestrator.fleet import Fleet
+
+
+class Links:
+    """Stands for a fleet: closed or not, and what was dropped."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.dropped: list[Any] = []
+
+    def drop(self, channel: Any) -> None:
+        self.dropped.append(channel)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconnect, "RETRY_S", (0.0, 0.0))
+
+
+def test_a_lost_link_is_made_anew_and_told() -> None:
+    links, told, made = Links(), list[str](), list[int]()
+
+    def work(channel: AgentChannel) -> str:
+        made.append(1)
+        if len(made) == 1:
+            raise ConnectionLost("the connection was lost", host="pve1")
+        return "done"
+
+    channels = lambda: cast(AgentChannel, object())  # noqa: E731
+    assert reconnect.reconnecting(cast(Fleet, links), channels, work, told.append) == "done"
+    assert len(made) == 2 and len(told) == 1 and len(links.dropped) == 1
+
+
+def test_a_link_that_was_closed_under_a_thread_is_not() -> None:
+    """Ctrl-C ends the fleet while a push sends: it must not connect again and push on."""
+    links, told, made = Links(), list[str](), list[int]()
+
+    def work(channel: AgentChannel) -> str:
+        made.append(1)
+        links.closed = True
+        raise ConnectionLost("the connection was lost: Channel closed.", host="pve1")
+
+    channels = lambda: cast(AgentChannel, object())  # noqa: E731
+    with pytest.raises(ConnectionLost):
+        reconnect.reconnecting(cast(Fleet, links), channels, work, told.append)
+    assert (len(made), told) == (1, [])
