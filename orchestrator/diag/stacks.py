@@ -34,6 +34,8 @@ _IDLE_THREADS = re.compile(
     r"tqdm|TMonitor|pin_memory|_monitor|ThreadPool|asyncio|QueueFeeder|wandb|watchdog|heartbeat",
     re.I,
 )
+_ELASTIC_AGENT = re.compile(r"\btorchrun\b|torch[./]distributed[./](?:run|launch)\b")
+"""torchrun's own process, which only watches the ranks."""
 _JOINS = re.compile(r"^(?:join|_shutdown|_wait_for_tstate_lock|wait) \(\S*(?:threading|process)\b")
 
 
@@ -82,11 +84,12 @@ def _read(probe: Probe) -> list[Stack]:
     stacks: list[Stack] = []
     sample = int(m[1]) if (m := re.search(r"(\d)$", probe.key)) else 1
     process = who = ""
+    agent = False
     frames: list[str] = []
     at: Line | None = None
 
     def close() -> None:
-        if at is not None and frames:
+        if at is not None and frames and not agent:
             stacks.append(Stack(who, tuple(frames), at, sample, process))
 
     for line in probe.lines:
@@ -97,6 +100,7 @@ def _read(probe: Probe) -> list[Stack]:
             close()
             at = None
             rank = _RANK_OF.search(match[2])
+            agent = rank is None and _ELASTIC_AGENT.search(match[2]) is not None
             process = f"rank {rank[1] or rank[2]}" if rank else f"PID {match[1]}"
         elif (match := _SUMMARY.match(text)) is not None:
             close()

@@ -178,3 +178,28 @@ def test_a_timeout_carries_what_the_recorder_saw() -> None:
 
     assert report.findings[0].code == "nccl.timeout"
     assert "rank 1 never called all_reduce" in report.findings[0].title
+
+
+TORCHRUN = """Process 64: /opt/venv/bin/python -m torch.distributed.run --nproc-per-node 2 train.py
+Thread 64 (idle): "MainThread"
+    _invoke_run (torch/distributed/elastic/agent/server/api.py:923)
+
+Process 70: /opt/venv/bin/python -u train.py (RANK=0)
+Thread 70 (active): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:3006)
+
+Process 71: /opt/venv/bin/python -u train.py (RANK=1)
+Thread 71 (idle): "MainThread"
+    load_batch (train.py:8)
+"""
+
+
+def test_torchruns_own_process_is_no_odd_one() -> None:
+    """It stands in its own loop whatever the ranks do."""
+    probes = Probes({"stacks_1": TORCHRUN, "stacks_2": TORCHRUN})
+
+    odd = odd_one_out(probes)
+
+    assert odd is not None
+    assert (odd.who, odd.where) == ("rank 1 MainThread", "load_batch (train.py:8)")
+    assert not any("_invoke_run" in line for line in summary(probes))
