@@ -81,6 +81,22 @@ _LATE = re.compile(r"recvValue|sendBytes|should dump|remote server|Broken pipe|H
 _WORK = re.compile(r"WorkNCCL\((?:SeqNum|seq)=(\d+), OpType=(\w+)")
 
 
+_UNRESOLVED = re.compile(r"addresses of \(([^,)\s]+), \d+\) cannot be retrieved")
+
+
+def _unresolved(e: Evidence, name: str, hits: list[Hit]) -> Finding:
+    """torchrun on one node without ``--master-port`` meets at the machine's own host name."""
+    return e.found(
+        "dist.rendezvous",
+        f"the ranks did not find each other: nothing resolves the host name {name}",
+        hits[:2],
+        f"getent hosts {name}   # in the container; nothing printed: the name has no address\n"
+        f"its own name: echo '127.0.1.1 {name}' >> /etc/hosts, or torchrun --local-addr 127.0.0.1\n"
+        "another node's: its address in /etc/hosts of each node, or --rdzv-endpoint ADDRESS:PORT",
+        confidence=0.92,
+    )
+
+
 def rendezvous(e: Evidence) -> Iterator[Finding]:
     """c10d's TCPStore and torchrun before the first collective: ``EADDRINUSE`` (errno 98, any
     locale of wording), ``client socket has timed out after 60000ms``, ``Timed out after 901
@@ -97,6 +113,9 @@ def rendezvous(e: Evidence) -> Iterator[Finding]:
     port = next((g for g in named.groups() if g), "29500") if named else "29500"
     in_use = re.search(r"EADDRINUSE|errno: 98|Address already in use|address in use", text)
     missing = re.search(r"(\d+)/(\d+) clients joined", text)
+    if (name := _UNRESOLVED.search(text)) is not None and not in_use and not missing:
+        yield _unresolved(e, name[1], hard)
+        return
     title = (
         f"port {port} is taken already"
         if in_use

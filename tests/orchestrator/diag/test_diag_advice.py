@@ -122,3 +122,17 @@ def test_the_numbers_of_a_message_that_a_pager_broke() -> None:
     title = diagnose(Evidence.from_text(log)).findings[0].title
 
     assert title == "CUDA ran out of memory: 3.00 GiB asked for, 1.61 GiB free"
+
+
+def test_a_host_name_without_an_address_is_the_ranks_meeting_place() -> None:
+    """torchrun on one node meets at the machine's own name; /etc/hosts may lack it."""
+    log = (
+        "[W1130 07:38:01.227797668 socket.cpp:764] [c10d] The IPv6 network addresses of (ct200, "
+        "35215) cannot be retrieved (gai error: -3 - Temporary failure in name resolution).\n"
+    )
+
+    (finding,) = diagnose(Evidence.from_text(log * 9)).findings
+
+    assert (finding.code, len(finding.evidence)) == ("dist.rendezvous", 2)
+    assert finding.title.endswith("nothing resolves the host name ct200")
+    assert "127.0.1.1 ct200" in finding.remedy and "ss -ltnp" not in finding.remedy
