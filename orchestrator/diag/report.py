@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 
@@ -49,9 +50,21 @@ def _finding(finding: Finding, width: int, colour: bool) -> Iterator[str]:
     if finding.remedy:
         yield paint("  what to do", "1", colour)
         for step in plain(finding.remedy).splitlines():
-            yield f"    {step}"
+            yield from _step(step, width)
     for effect in finding.consequences:
         yield from _wrap(f"{effect.code}: {effect.title}", "  therefore ", width)
+
+
+_COMMAND = re.compile(
+    r"(?:sudo |[A-Z_]+=\S+ )*(?:dflashctl|pct|python[\d.]*|\S*/python\S*|torchrun|"
+    r"nvidia-smi|dmesg|echo|export|cat|ls|rm|mv|find|grep|apt|pip|lxc-\S+|systemctl|ssh\S*|sed|df|"
+    r"du|ss|kill|pkill|tmux|chmod|getent) "
+)
+
+
+def _step(step: str, width: int) -> Iterable[str]:
+    """Prose is wrapped; a command stays whole, so that it can be copied."""
+    return [f"    {step}"] if _COMMAND.match(step) else _wrap(step, "    ", width)
 
 
 def _quote(quote: Quote, width: int) -> Iterator[str]:

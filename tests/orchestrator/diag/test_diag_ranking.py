@@ -119,6 +119,17 @@ def test_the_text_fits_eighty_columns_and_names_everything() -> None:
     assert "\x1b" not in text
 
 
+def test_the_prose_of_a_remedy_is_wrapped_and_its_commands_are_whole() -> None:
+    prose = "what does the odd one wait for: a lock, a queue, a disk (state D), a collective?"
+    command = "dmesg -T | grep -i xid; nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT | less"
+    steps = replace(finding("run.hang"), remedy=f"{prose}\n{command}")
+
+    lines = render(Report((steps,))).splitlines()
+
+    assert [line for line in lines if len(line) > 80] == [f"    {command}"]
+    assert "    collective?" in lines
+
+
 def test_colour_is_asked_for() -> None:
     assert "\x1b[31;1mFATAL gpu.oom" in render(Report((finding("gpu.oom"),)), colour=True)
 
