@@ -36,6 +36,11 @@ NEXT_STEPS = {
 }
 
 
+HUNG_DRIVER = (
+    "the driver hangs, often on a lost card; on the host: dmesg -T | grep -i xid; ps -eo "
+    "pid,stat,wchan:20,args | grep nvidia-smi (state D cannot be killed); then reset the card or "
+    "reboot the host"
+)
 SOCKET_FOLDER = (
     "move it aside, and tmux makes its own (sessions in it live on): "
     "dflashctl exec {name} -- mv {folder} {folder}.aside"
@@ -126,6 +131,8 @@ def _check(name: str, found: dict[str, Any], target: Target) -> Check:
     if missing and SYSTEM_PYTHON.fullmatch(python):
         step = PEP_668
     folder = str(value.get("folder", "")) if isinstance(value, dict) else ""
+    if name == "gpu" and text.startswith("timed out"):
+        text, step = f"nvidia-smi {text}", HUNG_DRIVER
     if name == "tmux" and folder:
         step = SOCKET_FOLDER
     step = step.format(

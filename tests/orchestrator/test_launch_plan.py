@@ -191,6 +191,17 @@ def test_what_dflashctl_mends_itself_is_no_warning() -> None:
     assert check.ok and "LC_ALL=C.UTF-8" in check.text
 
 
+def test_a_driver_that_hangs_is_not_a_card_that_was_not_passed_through() -> None:
+    late = {"ok": False, "error": "timed out after 10 s"}
+    (check,) = read({"checks": {"gpu": late}}, TARGET)
+    assert check.text == "nvidia-smi timed out after 10 s"
+    assert "grep -i xid" in check.next_step and "state D" in check.next_step
+    assert "pass the GPU through" not in check.next_step
+    absent = {"ok": False, "error": "GPU 1 is not visible here (0 are)"}
+    (check,) = read({"checks": {"gpu": absent}}, TARGET)
+    assert "pass the GPU through" in check.next_step
+
+
 def test_a_low_limit_comes_with_the_line_that_raises_it() -> None:
     (check,) = read({"checks": {"limits": {"ok": False, "error": "locked memory"}}}, TARGET)
     assert "/etc/pve/lxc/200.conf: lxc.prlimit.memlock: unlimited" in check.next_step
