@@ -124,7 +124,7 @@ def test_tools_that_hang_on_both_sides_are_evidence(
 def test_a_hanging_tool_alarms_nobody_about_a_run_that_lives(here: Cli, hung: str) -> None:
     codes = {f["code"] for f in here.json("diag", hung)["findings"] if f["severity"] != "info"}
 
-    assert codes <= {"gpu.xid"}
+    assert not codes
 
 
 def plan(measured: bool) -> str:

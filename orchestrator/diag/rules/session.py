@@ -34,6 +34,7 @@ TMUX_ENDED = (
     r"segfault.*\btmux\b|\btmux(?:: server)?\[\d+\]: segfault|Killed process \d+ \(tmux",
     r"lost server",
 )
+_PROCESSES = r"^(?:ct_)?(?:ps|proc(?!_driver))"
 HANGUP = (
     r"Received (?:1|Signals\.SIGHUP|SIGHUP) death signal",
     r"closing signal SIGHUP",
@@ -67,7 +68,7 @@ def tmux_socket(e: Evidence) -> Iterator[Finding]:
         yield e.found(
             "tmux.socket_lost",
             "tmux's socket is gone, the run itself lives",
-            [*gone[:2], *server[:1], *e.probes.named(r"^(?:ct_)?(?:ps|proc)")[:1]],
+            [*gone[:2], *server[:1], *e.probes.named(_PROCESSES)[:1]],
             "in the container: pkill -USR1 -o tmux   # the server makes its socket anew\n"
             "tmux ls; dflashctl attach\n"
             "keep cleaners off it: echo 'x /tmp/tmux-*' > /etc/tmpfiles.d/tmux.conf",
@@ -88,7 +89,7 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
             yield e.found(
                 "tmux.died",
                 "tmux's server has ended; the run lives on without it",
-                [*gone[:2], *e.probes.named(r"^(?:ct_)?(?:ps|proc)")[:1]],
+                [*gone[:2], *e.probes.named(_PROCESSES)[:1]],
                 "nothing is lost: dflashctl tail follows the log, dflashctl stop ends the run\n"
                 "who ended it: journalctl -n 200 | grep -i -e tmux -e oom",
                 severity="warning",
@@ -317,7 +318,7 @@ def _server_gone(e: Evidence) -> bool:
     """A whole process list (it has PID 1) without a tmux server in it."""
     return any(
         re.search(r"^\s*1\s", probe.text, re.MULTILINE) and not _SERVER.search(probe.text)
-        for probe in e.probes.named(r"^(?:ct_)?(?:ps|proc)")
+        for probe in e.probes.named(_PROCESSES)
     )
 
 
