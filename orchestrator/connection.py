@@ -147,7 +147,7 @@ class HostConnection:
         try:
             return begun.connection() if begun else dial(route, self.host.name)
         except paramiko.AuthenticationException as error:
-            if _cut_short(error) or not self._can_ask():
+            if _cut_short(error) or _too_slow(error) or not self._can_ask():
                 raise refusal(error, route, self.host.name) from error
             secret = getpass.getpass(f"password or passphrase for {route.user}@{route.place}: ")
         except (paramiko.SSHException, OSError, EOFError) as error:
@@ -277,6 +277,12 @@ def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:
             "(MaxAuthTries): set `identity_file` of the host in the inventory",
             host=name,
         )
+    if _too_slow(error):
+        return HostUnreachable(
+            f"{route.place} did not answer the login within {CONNECT_S} s",
+            next_step="try again; the network loses packets, or the host is overloaded",
+            host=name,
+        )
     if isinstance(error, paramiko.AuthenticationException):
         return _auth_refused(route, name)
     if isinstance(error, socket.gaierror):
@@ -331,6 +337,11 @@ def _auth_refused(route: Route, name: str) -> AuthenticationFailed:
 def _cut_short(error: BaseException) -> bool:
     """paramiko calls a link that was lost during the login a failed authentication."""
     return "saw EOF" in str(error)
+
+
+def _too_slow(error: BaseException) -> bool:
+    """And so it calls an answer that did not come in time: no key was refused."""
+    return "Authentication timeout" in str(error)
 
 
 def _refused_a_session(error: BaseException) -> bool:
