@@ -1,9 +1,9 @@
 """What the trainer planned, and what its stages have shown that they can.
 
 The plan's rate counts every context token of a full microbatch and neither side's waits, so it is
-an upper bound. From *counted* costs (operations by a device's usual rate) it is of use for a split
-only: SmolLM2's stages, bound by kernel launches, take 4 to 12 times as long on a sound H200. A
-measured rate may be judged; a counted one is told and raises nothing.
+an upper bound. Its costs are counted (operations by a device's usual rate), of use for a split
+only: SmolLM2's stages, bound by kernel launches, take 4 to 12 times as long on a sound H200. So it
+is told and raises nothing; what the stages have shown that they can is judged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchestrator.diag.steps import Step
 from orchestrator.diag.text import Line
 
 STAGES = ("target", "drafter")
-_TABLE = re.compile(r"^expected ([\d,]+) context tok/s at most \((measured|counted) costs\)")
+_TABLE = re.compile(r"^expected ([\d,]+) context tok/s at most \(counted costs\)")
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,13 @@ class Plan:
     """Rates in context tokens a second."""
 
     rate: float
-    measured: bool
-    """Its costs are, and not counted operations."""
     line: Line
     stages: dict[str, float] = field(default_factory=dict)
     """What all targets, all drafters could take; empty if nobody tells."""
     apart: bool = False
     """No device is target and drafter at once, so neither stage slows the other."""
     on_cpu: bool = False
-    """Of which one rate stands for every machine: a counted plan says nothing."""
+    """Of which one rate stands for every machine: the plan says nothing."""
 
 
 def plan_of(e: Evidence) -> Plan | None:
@@ -47,7 +45,7 @@ def plan_of(e: Evidence) -> Plan | None:
                 return plan
     for line in reversed(e.lines):
         if (match := _TABLE.match(line.text)) is not None:
-            return Plan(float(match[1].replace(",", "")), match[2] == "measured", line)
+            return Plan(float(match[1].replace(",", "")), line)
     return None
 
 
@@ -61,7 +59,6 @@ def _of_event(line: Line) -> Plan | None:
         tokens, costs = float(told["context_tokens"]), told["costs"]
         return Plan(
             float(told["tokens_per_s"]),
-            bool(costs.get("measured")),
             line,
             {s: tokens * len(devices[s]) / float(costs[f"{s}_s"]) for s in STAGES},
             not set(devices["target"]) & set(devices["drafter"]),

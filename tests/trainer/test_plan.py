@@ -103,12 +103,6 @@ def test_auto_splits_eight_devices_by_cost_and_says_why(
     assert "counted" in plan.reason and "would take" in plan.reason
 
 
-def test_measured_times_override_counted_ones() -> None:
-    plan = make_plan(pipeline(), work(QWEN3_8B, 12), EIGHT, Costs(0.3, 0.1, measured=True))
-    assert (len(plan.targets), len(plan.drafters)) == (6, 2)
-    assert "measured" in plan.reason
-
-
 def test_auto_keeps_to_splits_that_the_microbatches_allow_and_advises() -> None:
     plan = make_plan(pipeline(), work(QWEN3_8B, microbatches=4), EIGHT)
     assert (len(plan.targets), len(plan.drafters)) == (4, 4)

@@ -78,6 +78,6 @@ def _recommended(found: dict[str, float], targets: int, drafters: int) -> dict[s
     """The split that the measured capacities ask for."""
     if not (found.get("target_capacity") and found.get("drafter_capacity")):
         return {}
-    costs = Costs(targets / found["target_capacity"], drafters / found["drafter_capacity"], True)
+    costs = Costs(targets / found["target_capacity"], drafters / found["drafter_capacity"])
     n, m = recommend(costs, targets + drafters)
     return {"recommended_targets": n, "recommended_drafters": m}

@@ -4,8 +4,8 @@
     print(plan.table())
 
 ``auto`` takes the split with the least time a microbatch: N targets and M drafters hand one over
-every max(target / N, drafter / M) seconds. Costs are counted operations until measured times
-replace them.
+every max(target / N, drafter / M) seconds. Costs are counted operations; what the stages
+take in truth, and the split that this asks for, is in each step's line (``gauge.py``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Costs:
 
     target_s: float
     drafter_s: float
-    measured: bool = False
 
     def period(self, targets: int, drafters: int) -> float:
         """Seconds from one microbatch to the next, with that many of each."""
@@ -107,7 +106,6 @@ class Plan:
 
     def table(self) -> str:
         """For people."""
-        known = "measured" if self.costs.measured else "counted"
         rows = [f"{'device':<10} {'part':<24} {'memory':>18}  {'a microbatch':>14}"]
         parts = _parts(self.targets, self.drafters)
         for device, needed, there in self.memory:
@@ -125,7 +123,7 @@ class Plan:
             f"{self.microbatches // len(self.drafters)} a drafter; "
             f"{self.queue_depth} feature slots a drafter, {b} x {s} x {width} "
             f"({self.slot_bytes / 1e6:.1f} MB each)",
-            f"expected {self.tokens_per_s:,.0f} context tok/s at most ({known} costs)",
+            f"expected {self.tokens_per_s:,.0f} context tok/s at most (counted costs)",
             f"split: {self.reason}",
             *(f"advice: {line}" for line in self.advice),
         ]
@@ -149,13 +147,12 @@ def make_plan(
     pipeline: PipelineConfig,
     work: Work,
     devices: Sequence[Device] | None = None,
-    measured: Costs | None = None,
 ) -> Plan:
     """``devices`` are those present (default: ``visible_devices()``); the config may name fewer, or
     one twice. Raises PlanError."""
     present = {d.name: d for d in (visible_devices() if devices is None else devices)}
     used = _devices(pipeline, present)
-    costs = measured or counted_costs(work, used[0])
+    costs = counted_costs(work, used[0])
     targets, drafters, reason, advice = _split(pipeline, work, used, costs)
     if work.microbatches % len(drafters):
         raise PlanError(
@@ -277,7 +274,7 @@ def _choose(
     others = sorted((s for s in splits if s != (n, m)), key=period)[:2]
     reason = (
         f"{n} + {m}: a microbatch costs a target {costs.target_s * 1e3:.1f} ms and a drafter"
-        f" {costs.drafter_s * 1e3:.1f} ms ({'measured' if costs.measured else 'counted'}), so one"
+        f" {costs.drafter_s * 1e3:.1f} ms (counted), so one"
         f" is done every {costs.period(n, m) * 1e3:.1f} ms"
     )
     for other in others:
