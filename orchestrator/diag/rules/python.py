@@ -51,6 +51,7 @@ def code_error(e: Evidence) -> Iterator[Finding]:
         frame = failure.user_frame
         where = f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
         said = failure.message.splitlines()[0][:160] if failure.message else ""
+        rank = f" on rank {failure.line.rank}" if failure.line.rank is not None else ""
         hint = "that line raised it: print what it uses before it, then launch again"
         if failure.name in LOOK_AT:
             hint = LOOK_AT[failure.name]
@@ -58,7 +59,7 @@ def code_error(e: Evidence) -> Iterator[Finding]:
             hint = "run one step on the CPU with one process: the traceback is then exact"
         yield e.found(
             "code.error",
-            f"{failure.name}: {said}" + (f"  ({where})" if where else ""),
+            f"{failure.name}: {said}{rank}" + (f"  ({where})" if where else ""),
             [failure, *_cause_lines(failure)],
             (f"open {frame.file} at line {frame.line}" if frame else "read the traceback above")
             + (f": {frame.code}" if frame and frame.code else "")
