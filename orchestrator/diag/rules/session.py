@@ -65,14 +65,19 @@ def tmux_socket(e: Evidence) -> Iterator[Finding]:
     gone: list[Hit] = [h for h in e.search(*TMUX_GONE) if _tmux(h)]
     if gone and _lives(e) and not _server_gone(e):
         server = [li for li, _ in e.probes.search(r"\btmux\b.*(?:new-session|: server|-d\b)")]
+        # A busy machine may have been too slow to list its processes.
+        listed = any(_SERVER.search(probe.text) for probe in e.probes.named(_PROCESSES))
         yield e.found(
             "tmux.socket_lost",
-            "tmux's socket is gone, the run itself lives",
+            "tmux's socket is gone, the run itself lives"
+            if listed
+            else "tmux's socket or its server is gone, the run itself lives",
             [*gone[:2], *server[:1], *e.probes.named(_PROCESSES)[:1]],
             "in the container: pkill -USR1 -o tmux   # the server makes its socket anew\n"
             "tmux ls; dflashctl attach\n"
             "keep cleaners off it: echo 'x /tmp/tmux-*' > /etc/tmpfiles.d/tmux.conf",
             severity="warning",
+            confidence=0.9 if listed else 0.6,
             lasting=True,
         )
 

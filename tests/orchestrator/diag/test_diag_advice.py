@@ -136,3 +136,33 @@ def test_a_host_name_without_an_address_is_the_ranks_meeting_place() -> None:
     assert (finding.code, len(finding.evidence)) == ("dist.rendezvous", 2)
     assert finding.title.endswith("nothing resolves the host name ct200")
     assert "127.0.1.1 ct200" in finding.remedy and "ss -ltnp" not in finding.remedy
+
+
+def test_an_exception_of_one_rank_names_the_rank() -> None:
+    """As torchrun's two ranks wrote it: the other one lost its peer, and is no cause."""
+    log = (Path(__file__).parent / "cases" / "rank-raised-gloo-peer-lost" / "log.txt").read_text()
+
+    found = diagnose(Evidence.from_text(log)).findings[0]
+
+    assert found.title.startswith("KeyError: 12 on rank 1  (")
+    assert [effect.code for effect in found.consequences] == ["nccl.peer_lost"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "title"),
+    [
+        ("1 ? Ss init\n88 ? Ss tmux: server\n", "socket is gone"),
+        ("timed out", "or its server is gone"),
+    ],
+)
+def test_a_process_list_that_was_not_read_clears_no_server(listed: str, title: str) -> None:
+    probes = {
+        "tmux": "no server running on /tmp/tmux-0/default",
+        "ps": listed,
+        "run_state": "training",
+    }
+
+    (finding,) = diagnose(Evidence.from_text("step 8/400 | loss 8.1\n", probes)).findings
+
+    assert finding.code == "tmux.socket_lost" and title in finding.title
+    assert finding.confidence == (0.9 if "tmux" in listed else 0.6)
