@@ -156,6 +156,9 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     environment |= chosen | given
     environment["PATH"] = search_path(environment)
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    # A library that crashes the interpreter (a torch built for another processor) leaves a signal
+    # and no word otherwise; with it, every thread's stack is in the log.
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
     environment |= {"DFLASH_RUN_ID": paths.run_id, "DFLASH_RUN_DIR": paths.root}
     for variable in FLIGHT_VARIABLES:
         environment.setdefault(variable, paths.flight_prefix)

@@ -150,7 +150,7 @@ def test_the_environment_is_the_containers_and_the_given_one(runs: Any) -> None:
     assert {key: found[key] for key in odd} == odd
     assert "OLD" not in found and "TMUX" not in found
     assert found["DFLASH_RUN_ID"] == run_id and found["DFLASH_RUN_DIR"] == run["run_dir"]
-    assert found["PYTHONUNBUFFERED"] == "1"
+    assert found["PYTHONUNBUFFERED"] == found["PYTHONFAULTHANDLER"] == "1"
     assert "/usr/local/bin" in found["PATH"].split(":")
     assert folder == str(runs.workdir)
 
