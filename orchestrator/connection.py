@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from orchestrator.target import HostTarget
 
 CONNECT_S = 10
+SLOW = "try again; the network loses packets, or the host is overloaded"
 # sshd's MaxSessions is 10 by default; two are left to the user's own terminals.
 CHANNELS = 8
 # sshd counts a session until its processes are gone, a moment after we have closed it.
@@ -130,8 +131,14 @@ class HostConnection:
                 time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    def lost(self, error: BaseException | None = None) -> ConnectionLost:
-        """The link went away under us."""
+    def lost(self, error: BaseException | None = None) -> ConnectionLost | HostUnreachable:
+        """The link went away under us, or is too slow for a session."""
+        if str(error).startswith("Timeout opening channel"):
+            return HostUnreachable(
+                f"the host opened no session within {CONNECT_S} s",
+                next_step=SLOW,
+                host=self.host.name,
+            )
         reason = f": {error}" if error and str(error) else ""
         return ConnectionLost(
             f"the connection was lost{reason}",
@@ -280,7 +287,7 @@ def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:
     if _too_slow(error):
         return HostUnreachable(
             f"{route.place} did not answer the login within {CONNECT_S} s",
-            next_step="try again; the network loses packets, or the host is overloaded",
+            next_step=SLOW,
             host=name,
         )
     if isinstance(error, paramiko.AuthenticationException):
