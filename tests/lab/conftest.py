@@ -19,7 +19,6 @@ from orchestrator.lab.processes import Process
 from orchestrator.lab.proxy import Proxy
 from orchestrator.lab.requirements import missing, reason_to_skip
 from orchestrator.lab.spec import DEFAULT_CONTAINERS
-from orchestrator.run import ENDED
 
 MIB = 1024 * 1024
 MakeLab = Callable[..., Lab]
@@ -107,9 +106,7 @@ def each_lab(request: pytest.FixtureRequest, make_lab: MakeLab, lab: Lab) -> Lab
 
 @pytest.fixture
 def cli(lab: Lab, tmp_path: Path) -> Cli:
-    home = tmp_path / "home"
-    home.mkdir()
-    return Cli(home, lab.inventory)
+    return Cli.at_home(tmp_path / "home", lab.inventory)
 
 
 @pytest.fixture(scope="session")
@@ -130,14 +127,10 @@ def ill(make_lab: MakeLab) -> Lab:
 @pytest.fixture
 def ill_cli(ill: Lab, tmp_path: Path) -> Iterator[Cli]:
     """What a test leaves running or full is ended and emptied."""
-    home = tmp_path / "home"
-    home.mkdir()
-    cli = Cli(home, ill.inventory)
+    cli = Cli.at_home(tmp_path / "home", ill.inventory)
     yield cli
     ill.pct("exec", 300, "--", "sh", "-c", "rm -f /workspace/fill /dev/shm/fill")
-    for run in cli.json("ps")["runs"]:
-        if run["ct"] != 301 and run["state"] not in ENDED:
-            cli("stop", run["run_id"], "--grace", "1s")
+    cli.end_runs(but={301})
 
 
 @pytest.fixture
@@ -165,7 +158,4 @@ def code(tmp_path: Path) -> Path:
 def stopped_after(lab: Lab, cli: Cli) -> Iterator[None]:
     """Whatever a test leaves running in the containers is ended."""
     yield
-    own = Cli(cli.home, lab.inventory)
-    live = [run for run in own.json("ps")["runs"] if run["state"] not in ENDED]
-    for run in live:
-        own("stop", run["run_id"], "--host", "lab", "--ct", str(run["ct"]), "--grace", "1s")
+    Cli(cli.home, lab.inventory).end_runs()

@@ -10,6 +10,7 @@ from typing import Any
 from laptop import Cli
 
 from orchestrator.lab import Lab
+from orchestrator.run import ENDED
 
 STEPS = 'for i in 1 2 3 4 5 6 7 8; do echo "step $i/400 | loss 8.$i | 15.${i}k tok/s"; done\n'
 
@@ -25,7 +26,7 @@ def launch(cli: Cli, code: Path, script: str, ct: int = 300, **files: str) -> st
 def over(cli: Cli, run_id: str, seconds: float = 15) -> dict[str, Any]:
     for _ in range(int(seconds * 10)):
         found: dict[str, Any] = json.loads(cli("status", run_id, "--json").stdout)
-        if found["state"] in ("finished", "failed", "stopped"):
+        if found["state"] in ENDED:
             return found
         time.sleep(0.1)
     raise AssertionError(f"still {found['state']}")

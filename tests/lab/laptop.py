@@ -10,11 +10,14 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fork_server import ForkServer
+
+from orchestrator.run import ENDED
 
 ROOT = Path(__file__).parents[2]
 MODULE = "orchestrator.cli"
@@ -49,6 +52,12 @@ class Cli:
         self.inventory = inventory
         self.extra: dict[str, str] = {}
         """More environment variables."""
+
+    @classmethod
+    def at_home(cls, home: Path, inventory: Path) -> Cli:
+        """Of somebody new: ``home`` is made."""
+        home.mkdir()
+        return cls(home, inventory)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -98,6 +107,13 @@ class Cli:
     def run_ids(self, container: str) -> set[str]:
         """Of all its runs: tests before this one may have had theirs in the same lab."""
         return {run["run_id"] for run in self.json("ps", container, "--all")["runs"]}
+
+    def end_runs(self, *, but: Collection[int] = ()) -> None:
+        """Of all containers, ``but`` these; for after a test."""
+        for run in self.json("ps")["runs"]:
+            if run["ct"] not in but and run["state"] not in ENDED:
+                place = ("--host", "lab", "--ct", str(run["ct"]))
+                self("stop", run["run_id"], *place, "--grace", "1s")
 
     def raw(
         self, *words: str | Path, cwd: Path | None = None

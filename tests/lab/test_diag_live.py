@@ -148,10 +148,12 @@ def test_a_killed_tmux(ill_cli: Cli, ill: Lab, code: Path) -> None:
     gone = "tmux kill-server; while pgrep tmux >/dev/null; do sleep 0.05; done"
     ill.pct("exec", 300, "--", "sh", "-c", gone)
 
+    found = named(ill_cli, run_id)[0]
     # A busy machine may not list its processes within the look's 1.5 s: whether the server or only
     # its socket is gone stays open then.
-    tries = (named(ill_cli, run_id)[0] for _ in range(3))
-    assert "tmux.died" in tries
+    for _ in range(2):
+        found = named(ill_cli, run_id)[0] if found == "tmux.socket_lost" else found
+    assert found == "tmux.died"
 
 
 def test_a_lost_tmux_socket(ill_cli: Cli, ill: Lab, code: Path) -> None:

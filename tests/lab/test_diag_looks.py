@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ill import launch
 from laptop import Cli
 
 from orchestrator import inventory as inventories
@@ -40,14 +41,7 @@ def sick(make_lab: Any) -> Lab:
 
 @pytest.fixture
 def here(sick: Lab, tmp_path: Path) -> Cli:
-    home = tmp_path / "home"
-    home.mkdir()
-    return Cli(home, sick.inventory)
-
-
-def launch(cli: Cli, code: Path, script: str, ct: int) -> str:
-    (code / "start_training.sh").write_text(script)
-    return str(cli.json("launch", f"lab-{ct}", "--force", cwd=code)["run_id"])
+    return Cli.at_home(tmp_path / "home", sick.inventory)
 
 
 @pytest.fixture

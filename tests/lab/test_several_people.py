@@ -17,9 +17,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
 @pytest.fixture
 def ben(cli: Cli, tmp_path: Path) -> Cli:
     """Somebody else, who has launched nothing from his laptop."""
-    home = tmp_path / "ben"
-    home.mkdir()
-    other = Cli(home, cli.inventory)
+    other = Cli.at_home(tmp_path / "ben", cli.inventory)
     other.extra = {"USER": "ben", "LOGNAME": "ben"}
     return other
 
@@ -57,9 +55,7 @@ def test_ones_own_is_found_by_its_record_from_another_home(
     cli: Cli, lab: Lab, annas: str, tmp_path: Path
 ) -> None:
     """Its container's name is enough; the audit line says which it was."""
-    home = tmp_path / "elsewhere"
-    home.mkdir()
-    same = Cli(home, cli.inventory)
+    same = Cli.at_home(tmp_path / "elsewhere", cli.inventory)
     same.extra = cli.extra
     assert same("attach", "--dry-run", code=0).stdout.startswith("ssh -t ")
     assert f"{annas} stopped" in same("stop", "lab-201", "--grace", "1s", code=0).stdout

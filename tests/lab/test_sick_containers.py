@@ -41,14 +41,9 @@ def sick(make_lab: Any) -> Lab:
 
 @pytest.fixture
 def here(sick: Lab, tmp_path: Path) -> Iterator[Cli]:
-    home = tmp_path / "home"
-    home.mkdir()
-    cli = Cli(home, sick.inventory)
+    cli = Cli.at_home(tmp_path / "home", sick.inventory)
     yield cli
-    tidy = Cli(home, sick.inventory)
-    for run in tidy.json("ps")["runs"]:
-        if run["state"] not in ("finished", "failed", "stopped"):
-            tidy("stop", run["run_id"], "--host", "lab", "--ct", str(run["ct"]), "--grace", "1s")
+    Cli(cli.home, sick.inventory).end_runs()
 
 
 def counting(code: Path, count: int, pause: float) -> None:

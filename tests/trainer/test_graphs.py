@@ -91,6 +91,26 @@ def test_a_recorded_forward_pass_gives_the_features_of_any_batch(device: str) ->
         torch.testing.assert_close(recorded.features(batch), plain.features(batch), **exact)
 
 
+def test_a_recorded_forward_pass_reads_the_same_tensors_again_but_for_another_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = make_target(torch.device("cpu"), cuda_graph=True)
+    read: list[tuple[int, int]] = []
+    run = stage.run
+
+    def watched(*tensors: torch.Tensor) -> None:
+        read.append((tensors[0].data_ptr(), tensors[1].data_ptr()))
+        run(*tensors)
+
+    monkeypatch.setattr(stage, "run", watched)
+    batches = [TinyBatches(2)(0, slot) for slot in range(2)]
+    part = {name: value[:1].clone() for name, value in batches[0].tensors().items()}
+    for batch in (*batches, dataclasses.replace(batches[0], **part)):
+        stage.features(batch)
+    assert read[0] == read[1] != (batches[1].tokens.data_ptr(), batches[1].position.data_ptr())
+    assert read[2] == (part["tokens"].data_ptr(), part["position"].data_ptr())
+
+
 def test_a_warm_up_leaves_weights_moments_and_gradients_as_they_were() -> None:
     stage = replica(torch.device("cpu"), True, weight_decay=0.1)
     before = stage.state()

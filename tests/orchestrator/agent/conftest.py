@@ -41,6 +41,25 @@ def workdir(tmp_path: Path, warm_program: Path) -> Path:
 
 
 @pytest.fixture
+def make_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A file system of its own, of a size such as ``1m``, in a folder; skips where none can be."""
+    made: list[Path] = []
+
+    def make(size: str) -> Path:
+        folder = tmp_path / f"disk-{len(made)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        if subprocess.run(command, capture_output=True).returncode != 0:
+            pytest.skip("mounting a small file system needs root")
+        made.append(folder)
+        return folder
+
+    yield make
+    for folder in made:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
 def agents(workdir: Path) -> Iterator[Start]:
     """Starts agents on the test's workdir; all are ended afterwards."""
     peers: list[Peer] = []
