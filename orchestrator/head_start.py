@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,7 @@ def end() -> None:
 def known_way(words: Sequence[str], environment: dict[str, str], laptop: LaptopPaths) -> Way | None:
     """To the one container among ``words``; None where there is none, or any doubt."""
     asked = list(words[: words.index("--")] if "--" in words else words)
-    if asked[:1] == [] or asked[0] not in VERBS:
+    if not asked or asked[0] not in VERBS:
         return None
     if NOT_WITH & {word.partition("=")[0] for word in asked}:
         return None
@@ -205,7 +205,8 @@ def remember(laptop: LaptopPaths, files: Stamp | None, inventory: Inventory) -> 
 
 def plain(settings: Any) -> PlainSettings:
     """The same, without what a connection does not depend on."""
-    return PlainSettings(**{name: getattr(settings, name) for name in asdict(PlainSettings())})
+    names = [field.name for field in fields(PlainSettings)]
+    return PlainSettings(**{name: getattr(settings, name) for name in names})
 
 
 def _as_json(host: Host) -> dict[str, Any]:

@@ -241,14 +241,22 @@ def _refuse_second(request: Request, record: dict[str, Any]) -> None:
         raise AgentError("run.busy", f"already running here: {named}", runs=busy)
 
 
+_STAGING = ".start-"
+
+
+def _beside(paths: RunPaths) -> str:
+    """Where a run's folder is made and unmade: under its own name it is always whole."""
+    return f"{os.path.dirname(paths.root)}/{_STAGING}{paths.run_id}"
+
+
 def _make_folder(
     request: Request, paths: RunPaths, record: dict[str, Any], plan: dict[str, Any], diff: bytes
 ) -> None:
-    """All of it beside, then one rename: a folder under its own name is always whole."""
-    staging = f"{request.paths.runs}/.start-{paths.run_id}"
+    """All of it beside, then one rename."""
+    staging = _beside(paths)
     # Left by agents that were killed here; we hold the lock.
     for entry in os.scandir(request.paths.runs):
-        if entry.name.startswith(".start-"):
+        if entry.name.startswith(_STAGING):
             shutil.rmtree(entry.path, ignore_errors=True)
     try:
         make_private(f"{staging}/checkpoints")
@@ -284,7 +292,7 @@ def _undo(paths: RunPaths) -> None:
 
     if tmux.has_session(paths.run_id):
         return  # its answer was lost, not the session
-    staging = f"{os.path.dirname(paths.root)}/.start-{paths.run_id}"
+    staging = _beside(paths)
     os.rename(paths.root, staging)
     shutil.rmtree(staging, ignore_errors=True)
 

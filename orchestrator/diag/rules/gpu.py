@@ -112,10 +112,11 @@ def out_of_memory(e: Evidence) -> Iterator[Finding]:
     if not hits:
         return
     first = next((h.line for h in hits if "Tried to allocate" in h.line.text), hits[0].line)
-    # A terminal or a pager may have broken the long message.
-    after = [li for li in e.lines if 0 <= li.number - first.number < 12]
-    text = " ".join(li.text.strip() for li in after if li.stream == first.stream)
-    text = first.text if first.source != "log" else text
+    text = first.text
+    if first.source == "log":
+        # A terminal or a pager may have broken the long message.
+        after = [li for li in e.lines if 0 <= li.number - first.number < 12]
+        text = " ".join(li.text.strip() for li in after if li.stream == first.stream)
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
     free = re.search(r"of which ([\d.]+ \w+) is free", text)
     reserved = re.search(r"([\d.]+) (GiB|MiB) is reserved by PyTorch but unallocated", text)
