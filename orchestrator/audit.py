@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from orchestrator.errors import DflashctlError, UnreachableError
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import ConnectionLost, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet, Opening
 from orchestrator.launch import whoami
 from orchestrator.target import Target
@@ -48,11 +49,21 @@ def _write(
     fleet: Fleet, target: Target, opening: Opening, line: dict[str, Any], notice: Notice
 ) -> None:
     try:
-        channel = opening.result()
-        if channel.is_over:
-            # The action went on over a new link.
-            channel = fleet.host(target.host)
+        channel = _answering(fleet, target, opening)
+        # Once, for a second line would tell of a second action.
         channel.call("audit", who=whoami(), **line)
     except DflashctlError as error:
         # The action is what counts; that its host could not note it is told.
         notice(f"the host keeps no record of this {line['action']}: {error.what}")
+
+
+def _answering(fleet: Fleet, target: Target, opening: Opening) -> AgentChannel:
+    """The host's agent, made anew where the action went on over a new link."""
+    channel = opening.result()
+    try:
+        channel.hello()
+        if not channel.is_over:
+            return channel
+    except ConnectionLost:
+        pass
+    return fleet.host(target.host)

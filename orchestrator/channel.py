@@ -31,6 +31,7 @@ START_S = 30.0
 # After this a person wants to know what is waited for.
 LATE_S = 2.0
 NOISE_LIMIT = 64 << 10
+STATUS = "a run goes on without it; `dflashctl status` shows it once the host answers"
 
 
 class Link(Protocol):
@@ -336,8 +337,9 @@ class AgentChannel:
         stderr = self._stderr.decode(errors="replace")
         if self._hello is None:
             noise = self._noise.decode(errors="replace")
-            if status is None and not stderr.strip():
-                return self._lost("it ended while the agent was starting")
+            if status is None and not pct.says_why(stderr):
+                # A login shell's words are no reason: the next session has them too.
+                return self._lost("it ended while the agent was starting", "try again")
             return pct.failure(stderr, status, host=self.host, ct=self.ct, stdout=noise)
         if status is None:
             return self._lost("")
@@ -350,11 +352,11 @@ class AgentChannel:
             ct=self.ct,
         )
 
-    def _lost(self, reason: str) -> ConnectionLost:
+    def _lost(self, reason: str, next_step: str = STATUS) -> ConnectionLost:
         self.link_alive = False
         return ConnectionLost(
             "the connection was lost" + (f": {reason}" if reason else ""),
-            next_step="a run goes on without it; `dflashctl status` shows it once the host answers",
+            next_step=next_step,
             host=self.host,
             ct=self.ct,
         )

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from orchestrator.target import HostTarget
 
 CONNECT_S = 10
+# A login that was cut is tried again: nothing has been asked of the host yet. Only twice: a host
+# that ends each one has seen enough keys, and may lock us out.
+LOGIN_AGAIN_S = (1.0, 2.0)
+# After this a person wants to know what is waited for.
+PATIENCE_S = 1.0
 SLOW = "try again; the network loses packets, or the host is overloaded"
 # sshd's MaxSessions is 10 by default; two are left to the user's own terminals.
 CHANNELS = 8
@@ -43,15 +48,30 @@ PIECE = 128 * 1024
 # What the far side may send before we answer; one channel moves one window a round trip.
 WINDOW = 16 * 1024 * 1024
 
+Notice = Callable[[str], None]
+
 
 class HostConnection:
     """The one connection to a host that all its containers share. Opened by the first session."""
 
-    def __init__(self, host: HostTarget, *, ask: bool = False) -> None:
-        """:param ask: prompt for a password where one is needed and a person is there."""
+    def __init__(
+        self,
+        host: HostTarget,
+        *,
+        ask: bool = False,
+        notice: Notice = lambda text: None,
+        waiting: Notice = lambda text: None,
+    ) -> None:
+        """:param ask: prompt for a password where one is needed and a person is there.
+        :param notice: told of each new attempt.
+        :param waiting: told once that the host is slow to answer.
+        """
         self.host = host
         self._ask = ask
+        self._notice = notice
+        self._waiting = waiting
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._channels = threading.BoundedSemaphore(CHANNELS)
         self._connection: Connection | None = None
         self._failure: tuple[float, DflashctlError] | None = None
@@ -85,6 +105,9 @@ class HostConnection:
                     raise failure
             try:
                 self._connection = self._connect()
+                if self._closing.is_set():
+                    _close(self._connection)
+                    raise self.lost()
             except DflashctlError as error:
                 if self.host.near and isinstance(error, HostUnreachable):
                     meant = f"did you mean {self.host.near!r}, which the inventory has? Else "
@@ -103,16 +126,29 @@ class HostConnection:
             raise
 
     def close(self) -> None:
-        with self._lock:
-            connection, self._connection = self._connection, None
-        while connection is not None and not isinstance(connection, str):
-            connection.close()
-            connection = connection.gateway
+        self._closing.set()
+        # Whoever is still connecting holds it for many seconds, and closes what he gets himself.
+        if self._lock.acquire(timeout=0.2):
+            try:
+                connection, self._connection = self._connection, None
+            finally:
+                self._lock.release()
+            _close(connection)
 
     def _start(self, line: str) -> paramiko.Channel:
+        connection = self.open()
+        for pause in LOGIN_AGAIN_S:
+            try:
+                return self._start_on(connection, line)
+            except ConnectionLost as error:
+                self._tell_again(error, pause)
+            # Which has attempts of its own.
+            connection = self.open()
+        return self._start_on(connection, line)
+
+    def _start_on(self, connection: Connection, line: str) -> paramiko.Channel:
         import paramiko
 
-        connection = self.open()
         begun = self._begun.channel(line) if self._begun else None
         if begun is not None:
             return begun
@@ -131,6 +167,13 @@ class HostConnection:
                 time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
+    def _tell_again(self, error: ConnectionLost, pause: float) -> None:
+        """:raises ConnectionLost: ``error``, where nobody waits for it any more."""
+        if self._closing.is_set():
+            raise error
+        self._notice(f"{error.where}: {error.what}; trying again in {pause:.0f} s")
+        self._closing.wait(pause)
+
     def lost(self, error: BaseException | None = None) -> ConnectionLost | HostUnreachable:
         """The link went away under us, or is too slow for a session."""
         if str(error).startswith("Timeout opening channel"):
@@ -147,6 +190,27 @@ class HostConnection:
         )
 
     def _connect(self) -> Connection:
+        """:raises UnreachableError: with the reason and the next step."""
+        slow = threading.Timer(PATIENCE_S, self._waiting, [f"connecting to {self.host.name} …"])
+        slow.daemon = True
+        slow.start()
+        try:
+            for pause in LOGIN_AGAIN_S:
+                try:
+                    return self._log_in()
+                except ConnectionLost as error:
+                    self._tell_again(error, pause)
+            try:
+                return self._log_in()
+            except ConnectionLost as error:
+                # Whoever tries again what was cut under its work is not to begin with this anew.
+                raise HostUnreachable(
+                    error.what, next_step=error.next_step, host=error.host
+                ) from error
+        finally:
+            slow.cancel()
+
+    def _log_in(self) -> Connection:
         self._begun = begun = head_start.take(self.host)
         route = begun.route() if begun else find_route(self.host)
         import paramiko
@@ -170,6 +234,13 @@ class HostConnection:
         return self._ask and main and sys.stdin.isatty() and sys.stderr.isatty()
 
 
+def _close(connection: Connection | str | None) -> None:
+    """It and the gateways under it."""
+    while connection is not None and not isinstance(connection, str):
+        connection.close()
+        connection = connection.gateway
+
+
 def dial(route: Route, name: str, secret: str | None = None) -> Connection:
     """An open connection.
 
@@ -178,7 +249,14 @@ def dial(route: Route, name: str, secret: str | None = None) -> Connection:
     # Without a handler, logging's last resort would print paramiko's tracebacks on stderr.
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
     connection = make_connection(route, name, secret)
-    connection.open()
+    try:
+        connection.open()
+    except Exception as error:
+        # Of a handshake that was too slow paramiko says so too.
+        transport = connection.client.get_transport()
+        if str(error) != "No existing session" or transport is None or transport.is_active():
+            raise
+        raise EOFError from error
     return connection
 
 
@@ -251,6 +329,10 @@ def make_transport(sock: Any, **options: Any) -> paramiko.Transport:
     return transport
 
 
+CUTS = (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+CUT_WORDS = ("saw EOF", "Negotiation failed", "Server connection dropped")
+
+
 def check_identities(route: Route, name: str) -> None:
     for path in route.identities:
         if not path.is_file():
@@ -278,10 +360,11 @@ def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:
             host=name,
         )
     if _cut_short(error):
-        return HostUnreachable(
+        return ConnectionLost(
             f"the connection to {route.place} ended during the login",
             next_step="try again; if it ends there each time, sshd has seen enough keys "
-            "(MaxAuthTries): set `identity_file` of the host in the inventory",
+            "(MaxAuthTries): set `identity_file` of the host in the inventory; or it drops new "
+            "connections (MaxStartups), or no SSH server listens on that port",
             host=name,
         )
     if _too_slow(error):
@@ -342,8 +425,13 @@ def _auth_refused(route: Route, name: str) -> AuthenticationFailed:
 
 
 def _cut_short(error: BaseException) -> bool:
-    """paramiko calls a link that was lost during the login a failed authentication."""
-    return "saw EOF" in str(error)
+    """Whether the link was there and was lost, which paramiko tells in as many ways as a login has
+    moments: as a failed authentication, as a banner that cannot be read, as no session."""
+    said = str(error)
+    if "banner" in said:
+        # Its own error stands behind, without a word: an end, or a time-out.
+        error = error.__context__ or error
+    return isinstance(error, CUTS) or any(words in said for words in CUT_WORDS)
 
 
 def _too_slow(error: BaseException) -> bool:

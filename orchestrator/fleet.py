@@ -120,14 +120,17 @@ class Fleet:
         ask: bool = False,
         patient: bool = True,
         notice: Notice = lambda text: None,
+        waiting: Notice = lambda text: None,
     ) -> None:
         """:param ask: prompt for passwords (never where many hosts are reached at once).
         :param patient: whether a frozen container is waited for; it may thaw.
+        :param waiting: told what takes long, where nobody needs to know but who sits there.
         """
         self.state = state
         self.asks = ask
         self._patient = patient
         self._notice = notice
+        self._waiting = waiting
         self.closed = False  # what was begun in threads is not to connect again
         self._lock = threading.Lock()
         self._hosts: dict[HostTarget, HostConnection] = {}
@@ -150,7 +153,11 @@ class Fleet:
     def connection(self, host: HostTarget) -> HostConnection:
         """The host's connection, opened by its first session."""
         with self._lock:
-            return self._hosts.setdefault(host, HostConnection(host, ask=self.asks))
+            if host not in self._hosts:
+                self._hosts[host] = HostConnection(
+                    host, ask=self.asks, notice=self._notice, waiting=self._waiting
+                )
+            return self._hosts[host]
 
     def expect(self, targets: Iterable[Target]) -> None:
         """Say what will be asked at once: several containers of a host go through its own agent.
@@ -281,6 +288,8 @@ class Fleet:
         ct = channel.ct
         if channel.is_over:
             return
+        # Over a slow link the host's answer is seconds away too.
+        self._waiting(f"{host.name}/{ct}: starting the agent …")
         try:
             found = self.host(host).call("probe", side="host", ct=ct, names=["cgroup_events"])
             is_frozen = pct.FROZEN.search(str(found["probes"]["cgroup_events"].get("value")))

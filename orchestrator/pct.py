@@ -218,6 +218,11 @@ def frozen(host: str, ct: int | None) -> ExecFailed:
     )
 
 
+def says_why(stderr: str) -> bool:
+    """Whether it holds a reason that is known here."""
+    return any(reading.pattern.search(stderr) for reading in _READINGS)
+
+
 def failure(
     stderr: str, status: int | None, *, host: str, ct: int | None, stdout: str = ""
 ) -> DflashctlError:

@@ -29,16 +29,20 @@ def reconnecting(
 ) -> Done:
     """What ``work`` returns on a channel from ``channels``; each new attempt is told.
 
-    :raises UnreachableError: the first channel cannot be had, or the link stays away.
+    :raises UnreachableError: the host was never reached, or the link stays away.
     """
-    channel: AgentChannel | None = channels()
+    channel: AgentChannel | None = None
+    reached = False
     for pause in RETRY_S:
         try:
             channel = channel or channels()
+            reached = True
             return work(channel)
         except (ConnectionLost, HostUnreachable) as error:
             if fleet.closed:
                 # Ctrl-C closed the link under a thread's work: nobody waits for it any more.
+                raise
+            if not reached and isinstance(error, HostUnreachable):
                 raise
             notice(f"{error.where}: {error.what}; trying again in {pause:.0f} s")
         if channel is not None:

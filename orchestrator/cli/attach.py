@@ -45,7 +45,7 @@ def attach(
             "this terminal says that it cannot place a cursor (TERM=dumb)",
             next_step="use `dflashctl tail`, or set TERM: TERM=xterm dflashctl attach",
         )
-    with open_session(inventory, patient=False) as session:
+    with open_session(inventory, patient=False, as_json=as_json) as session:
         ref = session.one_run_to_change(runs, host, ct, "attach")
         # In this order they are tried; what Debian's ncurses-base has is there with every tmux.
         terminals = list(dict.fromkeys([terminal, *STAND_INS]))

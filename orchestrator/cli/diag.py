@@ -56,7 +56,7 @@ def diag(
         raise typer.Exit(
             offline(log, probes, saved, as_json=as_json, save=bundle, addresses=addresses)
         )
-    with open_session(inventory, patient=False) as session:
+    with open_session(inventory, patient=False, as_json=as_json) as session:
         refs = session.runs(runs, host, ct)
         if bundle is not None and len(refs) > 1:
             raise UsageError(

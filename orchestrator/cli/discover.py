@@ -34,7 +34,7 @@ def discover(
 ) -> None:
     """Read a host's containers and their GPUs into YAML; what is written down stays as it is."""
     failed: list[DflashctlError] = []
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         wanted = hosts or list(session.inventory.hosts)
         if not wanted:
             raise UsageError(

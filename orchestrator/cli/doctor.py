@@ -34,7 +34,7 @@ def doctor(
     """Check everything a launch needs; start nothing. Exits 4 if a launch would be refused:
     also where a run lives in the container, which `launch --force` passes over."""
     code = 0
-    with open_session(inventory, patient=False) as session:
+    with open_session(inventory, patient=False, as_json=as_json) as session:
         chosen = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         modules = preflight.MODULES if trainer else ()
         for target, found in each(session.fleet, chosen, partial(_look, session.fleet, modules)):

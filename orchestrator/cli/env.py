@@ -50,7 +50,7 @@ def freeze(
     as_json: JsonOption = False,
 ) -> None:
     """Write the environment of a container (or of a run) as a lock file."""
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         if runs and len(runs) == 1 and host is None:
             found = _read(session, runs[0])
         else:
@@ -86,7 +86,7 @@ def diff(
 
     Each is an inventory name (or HOST/CT), a run id, or a file. Exits 1 if something breaks.
     """
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         found = compare(_read(session, before), _read(session, after))
     heaviest = worst(found)
     if as_json:
@@ -119,7 +119,7 @@ def sync(
     if lock is None:
         raise UsageError("--lock is missing", next_step="write one: dflashctl env freeze GOOD -o F")
     wanted = read_lock(lock)
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         target = session.one_target(targets, host, ct)
         channel = session.fleet.container(target)
         planned = plan(wanted, remote.collect(channel, target))

@@ -67,7 +67,7 @@ def execute(
     fields: dict[str, Any] = {"command": list(words)}
     if timeout:
         fields["timeout_s"] = seconds(timeout)
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         if dry_run:
             for target in found:

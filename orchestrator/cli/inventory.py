@@ -19,7 +19,7 @@ app.command("discover", cls=VerbCommand)(discover)
 @app.command("list", cls=VerbCommand)
 def list_containers(inventory: InventoryOption = None, as_json: JsonOption = False) -> None:
     """List hosts, containers and groups; reach nothing."""
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         known = session.inventory
         if as_json:
             output.emit(known.model_dump(mode="json"))
@@ -40,7 +40,7 @@ def check(
 ) -> None:
     """Reach every container; exits 3 if one does not answer."""
     code = 0
-    with open_session(inventory, ask=False, patient=False) as session:
+    with open_session(inventory, ask=False, patient=False, as_json=as_json) as session:
         known = session.inventory
         chosen = resolve(known, targets) if targets else everything(known)
         for asked in ask_all(session.fleet, chosen, limit=1):

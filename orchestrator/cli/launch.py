@@ -80,7 +80,7 @@ def launch(
     of the pushed folder. Prints the run id. Several containers make one run through torchrun, one
     node each, after all of them have reached the first.
     """
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         alone = len(found) == 1 and not dry_run
         opening = session.fleet.opening(found[0]) if alone else None

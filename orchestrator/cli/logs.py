@@ -46,7 +46,7 @@ def tail(
         raise UsageError("-n and --since were both given", next_step="leave out one of them")
     start = Start(since_s=seconds(since)) if since else Start(lines=10 if lines is None else lines)
     pattern = _pattern(grep)
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         code = follow_runs(
             session,
             session.runs(runs, host, ct),

@@ -33,6 +33,12 @@ def notice(text: str) -> None:
     _print(f"dflashctl: {text}", sys.stderr, before=CLEAR if redraws(sys.stderr) else "")
 
 
+def waiting(text: str) -> None:
+    """What takes long, for who sits there: like a meter's line on a terminal only."""
+    if redraws(sys.stderr):
+        notice(text)
+
+
 def emit(data: dict[str, Any]) -> None:
     """The verb's answer as one JSON object, without Python's NaN, which no other parser takes."""
     try:

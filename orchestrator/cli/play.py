@@ -64,7 +64,7 @@ def play(
         _check(steps, first, as_json)
         return
     words = [*(targets or ()), *(("--host", host, "--ct", str(ct)) if host else ())]
-    with open_session(inventory) as session:
+    with open_session(inventory, as_json=as_json) as session:
         chosen = _targets(session, targets, host, ct, run_id)
         stage = _stage(session, chosen, run_id, as_json)
         for result in run(steps, functions(stage), first):

@@ -30,7 +30,7 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Write a run as one self-contained HTML page: curves, events, findings, last lines."""
-    with open_session(inventory, patient=False) as session:
+    with open_session(inventory, patient=False, as_json=as_json) as session:
         ref = session.one_run(runs, host, ct)
         channel = session.fleet.container(ref.target)
         run_id = str(channel.call("run.status", lines=0, **ref.fields)["run_id"])

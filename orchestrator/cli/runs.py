@@ -55,7 +55,7 @@ def ps(
     A container that does not answer is shown as unreachable, which says nothing about its runs;
     exits 3 if none answers.
     """
-    with open_session(inventory, ask=False, patient=False) as session:
+    with open_session(inventory, ask=False, patient=False, as_json=as_json) as session:
         asked = session.targets(targets, host, ct) or everything(session.inventory)
         if not asked:
             newest = session.state.newest()
@@ -156,7 +156,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show one run in full; exits 1 if it failed, 3 if it cannot be reached."""
-    with open_session(inventory, patient=False) as session:
+    with open_session(inventory, patient=False, as_json=as_json) as session:
         found = []
         for ref in session.runs(runs, host, ct):
             with session.fleet.container(ref.target) as channel:
@@ -238,7 +238,7 @@ def stop(
     """
     fields = {"grace_s": seconds(grace)} if grace else {}
     failed: list[DflashctlError] = []
-    with open_session(inventory, patient=False) as session:
+    with open_session(inventory, patient=False, as_json=as_json) as session:
 
         def pinned(ref: RunRef) -> RunRef:
             try:

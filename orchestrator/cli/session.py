@@ -12,7 +12,7 @@ from orchestrator import inventory as inventories
 from orchestrator import target as targets
 from orchestrator.cli import output
 from orchestrator.errors import UsageError
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, Notice
 from orchestrator.inventory import Inventory
 from orchestrator.inventory_files import files_of, stamp
 from orchestrator.laptop_path import laptop_path
@@ -102,13 +102,19 @@ def _one(found: list[RunRef]) -> RunRef:
 
 @contextmanager
 def open_session(
-    inventory: Path | None, *, ask: bool = True, patient: bool = True, quiet: bool = False
+    inventory: Path | None,
+    *,
+    ask: bool = True,
+    patient: bool = True,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> Iterator[Session]:
     """Read the inventory; close every connection at the end.
 
     :param inventory: ``--inventory`` or ``$DFLASHCTL_INVENTORY``.
     :param patient: wait for a frozen container, which may thaw; else say at once that it is.
     :param quiet: say nothing while it works: the whole screen is drawn.
+    :param as_json: nobody sits there who would want to know what is waited for.
     """
     laptop = LaptopPaths()
     state = LaptopState(laptop)
@@ -116,6 +122,8 @@ def open_session(
     files = stamp(files_of(source, laptop))
     known = inventories.load(source, laptop)
     head_start.remember(laptop, files, known)
-    notice = (lambda text: None) if quiet else output.notice
-    with Fleet(state, ask=ask, patient=patient, notice=notice) as fleet:
+    silence: Notice = lambda text: None  # noqa: E731
+    notice = silence if quiet else output.notice
+    waiting = silence if quiet or as_json else output.waiting
+    with Fleet(state, ask=ask, patient=patient, notice=notice, waiting=waiting) as fleet:
         yield Session(laptop, known, state, fleet)

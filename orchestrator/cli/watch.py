@@ -51,7 +51,7 @@ def watch(
     Exits 0 if all finished or were stopped, 1 if one failed. No answer is never taken for failure.
     """
     hook = Webhook(webhook, output.notice) if webhook else None
-    with open_session(inventory, patient=False) as session:
+    with open_session(inventory, patient=False, as_json=as_json) as session:
         watched = Watch(
             session.fleet,
             session.runs(runs, host, ct),

@@ -151,7 +151,7 @@ def make_container(
     (layout.ct(ct.vmid) / "boot").write_text(boot)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-    conf = render.pve_config(ct, ip=ip, arch=arch, memory=memory)
+    conf = render.pve_config(ct, ip=ip, arch=arch, memory=memory, devices=spec.devices)
     layout.pve_conf(ct.vmid).write_text(conf)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from orchestrator.lab.cgroups import Hierarchies
@@ -54,7 +55,9 @@ def address(network: str, index: int) -> str:
     return f"{network}.{10 + index}"
 
 
-def pve_config(ct: Container, *, ip: str | None, arch: str, memory: int) -> str:
+def pve_config(
+    ct: Container, *, ip: str | None, arch: str, memory: int, devices: Sequence[Path] = ()
+) -> str:
     """/etc/pve/lxc/N.conf, with the keys that Proxmox writes for such a container.
 
     ``arch``: the machine's as Debian names it; ``memory``: the machine's in bytes, which stands
@@ -69,6 +72,7 @@ def pve_config(ct: Container, *, ip: str | None, arch: str, memory: int) -> str:
         "rootfs": f"local-lvm:vm-{ct.vmid}-disk-0,size=8G",
         "swap": 0,
     }
+    values |= {f"dev{number}": str(device) for number, device in enumerate(devices)}
     if ip:
         values["net0"] = f"name=eth0,bridge=vmbr0,ip={ip}/24,type=veth"
     return "".join(f"{key}: {value}\n" for key, value in sorted(values.items()))
@@ -89,6 +93,7 @@ def mounts(layout: Layout, spec: LabSpec, ct: Container) -> list[tuple[str, str,
         result.append((str(layout.disk(ct.vmid)), work, "none", "bind,create=dir"))
     if ct.python == "shared" and spec.shared_python.is_dir():
         result.append((str(layout.python), SHARED_MOUNT.lstrip("/"), "none", "bind,ro,create=dir"))
+    result += [(str(d), str(d).lstrip("/"), "none", "bind,create=file") for d in spec.devices]
     return result
 
 
@@ -189,7 +194,7 @@ def inventory(layout: Layout, spec: LabSpec) -> dict[str, Any]:
                 "ct": ct.vmid,
                 "workdir": ct.workdir,
                 "python": python_path(ct),
-                "gpus": [],
+                "gpus": spec.gpus,
                 "groups": ["lab"],
             }
             for ct in spec.containers

@@ -60,6 +60,11 @@ DEFAULT_CONTAINERS = (
 )
 
 
+def nvidia_nodes(folder: Path = Path("/dev")) -> tuple[Path, ...]:
+    """The machine's GPUs and what else their driver opens; nothing without a driver."""
+    return tuple(sorted(path for path in folder.glob("nvidia*") if not path.is_dir()))
+
+
 @dataclass(frozen=True)
 class LabSpec:
     root: Path = DEFAULT_ROOT
@@ -77,6 +82,14 @@ class LabSpec:
     """Seconds of computing that each ``pct`` call costs first; the real one takes 0.5 to 0.97."""
     masked: tuple[Path, ...] = field(default_factory=tuple)
     """Further paths of this machine that containers must not see."""
+    devices: tuple[Path, ...] = field(default_factory=nvidia_nodes)
+    """Nodes that all containers share with this machine, as ``devN:`` passes them on Proxmox."""
+
+    @property
+    def gpus(self) -> list[int]:
+        """Indices, as nvidia-smi counts them."""
+        cards = [d for d in self.devices if re.fullmatch(r"nvidia\d+", d.name)]
+        return list(range(len(cards)))
 
     def __post_init__(self) -> None:
         numbers = [c.vmid for c in self.containers]

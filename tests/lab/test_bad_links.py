@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from laptop import Cli, own_lines, tree
+from laptop import Cli, Terminal, own_lines, tree
 
 from orchestrator.errors import RefusedError
 from orchestrator.lab import Lab
@@ -90,6 +90,18 @@ def test_a_whole_life_at_100_ms(
 ) -> None:
     proxied.set(rtt_ms=100)
     whole_life(cli, lab, code, tmp_path)
+
+
+def test_who_sits_before_a_slow_link_is_told_what_is_waited_for(cli: Cli, proxied: Proxy) -> None:
+    """A login takes a dozen round trips; a program, a pipe and a cron job are told nothing."""
+    proxied.set(rtt_ms=300)
+    terminal = Terminal(cli, "exec", CT, "--", "true")
+    assert terminal.exit_code() == 0
+    assert terminal.seen.count(b"connecting to lab") == 1
+    terminal = Terminal(cli, "status", CT, "--json")
+    terminal.exit_code()
+    assert b"connecting" not in terminal.seen
+    assert cli("exec", CT, "--", "true", code=0).stderr == ""
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.lab
 
 MIB = 1024 * 1024
 MakeLab = Callable[..., Lab]
+KMSG = Path("/dev/kmsg")
+"""A device that no container has of itself."""
 
 
 def inside(lab: Lab, vmid: int, script: str) -> str:
@@ -44,6 +47,7 @@ def odd_lab(
         ),
         backend=request.param,
         shared_python=shared,
+        devices=(KMSG,),
     )
     lab.up()
     return lab
@@ -131,6 +135,12 @@ def test_the_work_folder_is_where_and_as_big_as_asked(odd_lab: Lab) -> None:
     size = inside(odd_lab, 210, "rm /workspace/big; df -B1 --output=size /workspace | tail -1")
     assert int(size) == 1 * MIB
     assert inside(odd_lab, 212, "test -d /data/train && echo yes") == "yes\n"
+
+
+def test_a_device_is_passed_through_as_proxmox_does(odd_lab: Lab) -> None:
+    number = f"{os.major(KMSG.stat().st_rdev):x}:{os.minor(KMSG.stat().st_rdev):x}"
+    assert inside(odd_lab, 213, f"stat -c %t:%T {KMSG}") == f"{number}\n"
+    assert f"dev0: {KMSG}\n" in odd_lab.pct("config", 213)
 
 
 def test_shared_memory_is_as_big_as_asked(odd_lab: Lab) -> None:

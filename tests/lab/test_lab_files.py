@@ -10,6 +10,7 @@ from orchestrator.lab.layout import Layout
 from orchestrator.lab.mounts import on_overlay
 from orchestrator.lab.overlay import outermost
 from orchestrator.lab.render import address, inventory, lxc_config, pve_config, sshd_config
+from orchestrator.lab.spec import nvidia_nodes
 
 ROOT = Path("/var/lib/dflashctl/lab")
 LAYOUT = Layout(ROOT)
@@ -67,6 +68,17 @@ def test_the_inventory_names_each_containers_interpreter() -> None:
         "lab-201": "/srv/python/bin/python",
         "lab-202": "/usr/bin/python3",
     }
+
+
+def test_the_machines_gpus_are_in_the_inventory_by_index(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    (tmp_path / "nvidia-caps").mkdir()
+    devices = nvidia_nodes(tmp_path)
+    assert [d.name for d in devices] == ["nvidia-uvm", "nvidia0", "nvidia1", "nvidiactl"]
+    spec = LabSpec(root=ROOT, devices=devices)
+    assert inventory(LAYOUT, spec)["containers"]["lab-200"]["gpus"] == [0, 1]
+    assert inventory(LAYOUT, LabSpec(root=ROOT, devices=()))["containers"]["lab-200"]["gpus"] == []
 
 
 def test_addresses_count_from_10() -> None:

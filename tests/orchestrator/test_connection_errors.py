@@ -26,7 +26,7 @@ ROUTE = route_from(Answer({"hostname": ["pve"]}), PlainSettings())
         ("Authentication timeout.", HostUnreachable, "did not answer the login within 10 s"),
         (
             "Authentication failed: transport shut down or saw EOF",
-            HostUnreachable,
+            ConnectionLost,
             "ended during the login",
         ),
     ],

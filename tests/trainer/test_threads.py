@@ -182,11 +182,11 @@ class Faulty:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def accumulate(self, batch: Any, features: Any) -> Any:
+    def accumulate(self, batch: Any, features: Any, finished: Any = None) -> Any:
         self._calls += 1
         if self._calls == self._at:
             self._act()
-        return self._inner.accumulate(batch, features)
+        return self._inner.accumulate(batch, features, finished)
 
 
 def faulty_job(act: Callable[[], None], at: int = 3, which: int = 1) -> tuple[Job, Events]:
@@ -267,7 +267,7 @@ def test_waiting_for_a_slow_stage_is_no_stall() -> None:
         slow, other = executor.drafters
         step = threading.Thread(target=lambda: [executor.step(i) for i in range(2)])
         step.start()
-        wait_for(lambda: other.pulse.now[0] == "waiting for gradients of the others")
+        wait_for(lambda: other.pulse.now[0] == "waiting for the sum of gradients")
         assert other.pulse.stalled_for() == 0
         assert slow.pulse.stalled_for() > 0
         release.set()
