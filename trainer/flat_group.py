@@ -25,6 +25,7 @@ class FlatGroup:
         self, named: list[tuple[str, nn.Parameter]], weight_decay: float, dtype: torch.dtype
     ) -> None:
         self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
         self.shapes = [p.shape for _, p in named]
         self.weight_decay = weight_decay
         self.master = torch.cat([p.detach().float().flatten() for _, p in named])

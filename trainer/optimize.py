@@ -11,7 +11,7 @@ A step whose gradient or loss is not finite changes nothing, by arithmetic on th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,19 @@ class MasterAdamW:
     ``module`` is on its device already."""
 
     def __init__(
-        self, module: nn.Module, config: OptimizationConfig, steps: int, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        config: OptimizationConfig,
+        steps: int,
+        dtype: torch.dtype,
+        order: Sequence[str] | None = None,
     ) -> None:
+        """``order``: names in the order in which they lie in the buffers (default: the module's).
+        Where that is the backward pass's, the buffers fill from the front (``buckets.py``)."""
         self.config = config
         self.steps = steps
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        found = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        named = [(n, found[n]) for n in (order or found)]
         muon = hidden_matrices(module) if config.optimizer == "muon" else set()
         matrices = [(n, p) for n, p in named if p.ndim >= 2 and n not in muon]
         others = [(n, p) for n, p in named if p.ndim < 2]

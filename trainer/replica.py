@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.buckets import Buckets, Finished
 from trainer.config import TrainConfig
 from trainer.data.batch import Batch
+from trainer.drafter.by_layer import compile_parts
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter
@@ -74,8 +77,9 @@ class DrafterReplica:
         self.drafter = drafter.to(device)
         if config.optimization.fp8 == "head+mlp" and device.type == "cuda":
             self.drafter.use_fp8()
-        self.optimizer = MasterAdamW(self.drafter, config.optimization, steps, dtype)
-        compiled = compile_ if device.type == "cuda" else None
+        order = self.drafter.backward_order()
+        self.optimizer = MasterAdamW(self.drafter, config.optimization, steps, dtype, order)
+        self._compile = compiled = compile_ if device.type == "cuda" else None
         self.loss = DrafterLoss(
             self.drafter,
             frozen,
@@ -85,13 +89,30 @@ class DrafterReplica:
             head_loss=head_loss,
         )
         self._graph = StepGraph(self) if config.pipeline.cuda_graph else None
+        self._buckets: Buckets | None = None
 
-    def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
+    def buckets(self) -> list[Tensor]:
+        buckets = Buckets(self.optimizer.groups, self.drafter.backward_order())
+        # No hook runs when a graph is replayed: then every bucket is finished after the microbatch.
+        if self._graph is None:
+            buckets.watch()
+            self._buckets = buckets
+            if self._compile is not None:
+                # One compiled call for all would hand out every gradient at once, at its end.
+                compile_parts(self.drafter, self._compile)
+                self.loss.forward = self.drafter
+        return buckets.tensors
+
+    def accumulate(
+        self, batch: Batch, features: Tensor, finished: Finished | None = None
+    ) -> Tensor:
         if self._graph is not None:
             return self._graph.accumulate(batch, features)
         # From the CPU, best: the loss then knows which rows count without asking the device.
         labels = None if batch.labels is None else batch.labels.to(self.device, non_blocking=True)
-        return self.learn(batch, features.to(self.dtype), labels)
+        telling = self._buckets.telling(finished) if self._buckets and finished else nullcontext()
+        with telling:
+            return self.learn(batch, features.to(self.dtype), labels)
 
     def learn(self, batch: Batch, features: Tensor, labels: Tensor | None) -> Tensor:
         """The microbatch itself; ``features`` in the computation's type."""

@@ -97,6 +97,9 @@ class StepLine(_Line):
     drafter_memory_gb: float | None = None
     transfer_s: float | None = None
     """Copies of features between devices over the last steps, in seconds."""
+    sum_wait_s: float | None = None
+    """Seconds a step, over the last steps, that a drafter waited after its last backward pass for
+    the sum of all drafters' gradients; null with one drafter."""
     memory_gb: float | None = None
     """Peak device memory (resident set on a CPU), in 1e9 bytes, of the fullest device."""
     recompiles: int = 0

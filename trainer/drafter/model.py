@@ -266,6 +266,25 @@ class Drafter(nn.Module):
     def rotation(self, position: Tensor) -> Rotation:
         return rotation(position, self.config.head_dim, self.config.rope_theta)
 
+    def backward_order(self) -> list[str]:
+        """The parameters' names, in the order in which a backward pass finishes their gradients:
+        the selector, the layers from the last to the first, and at the end what makes the context's
+        keys and values, which every layer reads."""
+        last = self.config.num_layers + 2
+
+        def turn(name: str) -> int:
+            first, *rest = name.split(".")
+            if first == "candidate_selector":
+                return 0
+            if first == "norm":
+                return 1
+            if first != "layers" or rest[-2] in ("k_proj", "v_proj", "k_norm"):
+                return last
+            return last - 1 - int(rest[0])
+
+        # Within a layer the other way round than they are defined: roughly the way back.
+        return sorted(reversed([name for name, _ in self.named_parameters()]), key=turn)
+
     def slot_tokens(self, anchor_tokens: Tensor) -> Tensor:
         """``[anchor, MASK × (B-1)]`` for each block: i64 [...] → [..., B]."""
         filler = (*anchor_tokens.shape, self.config.block_size - 1)

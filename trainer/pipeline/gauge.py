@@ -40,6 +40,7 @@ class _Reading:
     target: Usage
     drafter: Usage
     transfer_s: float
+    sum_wait_s: float | None
 
 
 class Gauge:
@@ -50,11 +51,20 @@ class Gauge:
         self._tokens = 0
 
     def read(
-        self, tokens: int, queue: float, target: Usage, drafter: Usage, transfer_s: float = 0.0
+        self,
+        tokens: int,
+        queue: float,
+        target: Usage,
+        drafter: Usage,
+        *,
+        transfer_s: float = 0.0,
+        sum_wait_s: float | None = None,
     ) -> dict[str, float]:
-        """After a step of so many context tokens, with ``queue`` filled slots a drafter."""
+        """After a step of so many context tokens, with ``queue`` filled slots a drafter;
+        ``sum_wait_s`` since the start, of one drafter, null where it is the only one."""
         self._tokens += tokens
-        self._readings.append(_Reading(self._tokens, queue, target, drafter, transfer_s))
+        reading = _Reading(self._tokens, queue, target, drafter, transfer_s, sum_wait_s)
+        self._readings.append(reading)
         old, now = self._readings[0], self._readings[-1]
         if old is now:
             return {}
@@ -62,6 +72,9 @@ class Gauge:
             "transfer_s": round(now.transfer_s - old.transfer_s, 4),
             "queue_depth": round(sum(r.queue for r in self._readings) / len(self._readings), 2),
         }
+        if now.sum_wait_s is not None and old.sum_wait_s is not None:
+            waited = now.sum_wait_s - old.sum_wait_s
+            found["sum_wait_s"] = round(waited / (len(self._readings) - 1), 6)
         tokens = now.tokens - old.tokens
         for name in ("target", "drafter"):
             before, after = getattr(old, name), getattr(now, name)

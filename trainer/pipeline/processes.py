@@ -10,6 +10,9 @@ Microbatch t of a node (counted over the run) goes from target t mod N to drafte
 it without a word, and messages between a pair come in order. A target waits for its oldest send
 when its buffers are in flight, a drafter posts its receives as far ahead as its slots: that is the
 back-pressure. Receives never go beyond the last step that all ranks have agreed to run.
+
+The sum starts within a step's last backward pass: an all-reduce a bucket of gradients, as soon as
+backward has launched what completes it (``buckets.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rendezvous
 
+from trainer.buckets import Finished
 from trainer.errors import ConfigError, TrainerError
+from trainer.pipeline.allreduce import AllReduce
 from trainer.pipeline.device import Fence, Meter, poll
 from trainer.pipeline.gauge import Gauge, Usage
 from trainer.pipeline.place import Deal, Place
@@ -301,6 +306,9 @@ class _DrafterPart:
         self._before: Fence | None = None
         self.meter, self.gauge, self.round = Meter(self.device), Gauge(), owner.round
         self.share = self.deal.per_node // self.place.drafters
+        alone = len(self.place.drafter_ranks()) == 1
+        buckets = stage.gradients() if alone else stage.buckets()
+        self.sum = AllReduce(buckets, among, self.device)
 
     def warm_up(self) -> None:
         batch = self.job.batches(0, 0)
@@ -329,22 +337,25 @@ class _DrafterPart:
         end = self.share * (turn + (2 if more else 1))
         total: Tensor | None = None
         for batch, (_, number) in zip(batches, mine, strict=True):
-            sums = self._accumulate(batch, number, end)
+            # Only the step's last backward pass leaves gradients as they are to be summed.
+            finished = self.sum.finished if number == mine[-1][1] else None
+            sums = self._accumulate(batch, number, end, finished)
             total = sums if total is None else total + sums
         assert total is not None
+        self.sum.rest(total)
         norm = self._update(index, total)
         if (index + 1) % self.plan.check_equal_every == 0:
             self._compare(index + 1)
         count = self._sum_tokens(tokens)
         return StepResult(index, total, norm, count, self._telemetry(count))
 
-    def _accumulate(self, batch: Any, number: int, end: int) -> Tensor:
+    def _accumulate(self, batch: Any, number: int, end: int, finished: Finished | None) -> Tensor:
         self._post(min(number + len(self.buffers), end))
         self._receives.pop(number).wait()
         if self.device.type == "cuda":
             batch = batch.pin_memory()
         self.meter.begin()
-        sums = self.stage.accumulate(batch, self.buffers[number % len(self.buffers)])
+        sums = self.stage.accumulate(batch, self.buffers[number % len(self.buffers)], finished)
         self.meter.end()
         return sums
 
@@ -360,12 +371,6 @@ class _DrafterPart:
             self._posted += 1
 
     def _update(self, index: int, total: Tensor) -> Tensor:
-        works = [
-            dist.all_reduce(t, group=self.among, async_op=True)
-            for t in (*self.stage.gradients(), total)
-        ]
-        for work in works:
-            work.wait()
         self.meter.begin()
         norm = self.stage.update(index, total)
         done = self.meter.end()
@@ -386,7 +391,10 @@ class _DrafterPart:
 
     def _telemetry(self, tokens: int) -> dict[str, float]:
         queue = sum(work.is_completed() for work in self._receives.values())
-        found = self.gauge.read(tokens, queue, self.round.targets, self.round.drafters)
+        waited = self.sum.waited_s()
+        found = self.gauge.read(
+            tokens, queue, self.round.targets, self.round.drafters, sum_wait_s=waited
+        )
         if self.job.compile_lock is not None:
             stats = self.job.compile_lock.stats()
             found["recompiles"] = stats.recompiles

@@ -1,5 +1,8 @@
 """The sum of the drafters' gradients, in place, the same bits on every device.
 
+A thread beside each drafter adds up bucket after bucket, on streams of its own, while the drafter's
+last backward pass of the step goes on (``buckets.py``, ``workers.SumWorker``).
+
 Each drafter adds up one share of the elements, over all drafters in float32, then copies the
 others' shares: 2·(M-1)/M of a gradient over each device's link in each direction, as a ring
 all-reduce moves, by plain copies between devices. Each element is added up once, by one drafter in
@@ -55,68 +58,59 @@ class Rendezvous:
 
 
 class GradientSum:
+    """Of one run. One thread a drafter sums, the drafters' own threads compare weights: they meet
+    apart from each other, for otherwise turns would depend on who comes first."""
+
     def __init__(self, board: Board, parties: int, chunk: int = CHUNK) -> None:
-        self._meeting = Rendezvous(board, parties)
+        self._sums = Rendezvous(board, parties)
+        self._drafters = Rendezvous(board, parties)
         self._parties = parties
         self._chunk = chunk
 
-    def add(
-        self,
-        party: int,
-        device: torch.device,
-        gradients: list[Tensor],
-        sums: Tensor,
-        pulse: Pulse,
-    ) -> Tensor:
-        """Every drafter's ``gradients`` become their sum; returns the sum of the ``sums`` vectors
-        on ``device``. Called by each drafter's thread, once a step."""
-        if self._parties == 1:
-            return sums
-        flat = [g.view(-1) for g in gradients]
-        everyone = self._meet(party, device, (flat, sums), pulse, "gradients of the others")
-        self._add_share(party, device, [f for f, _ in everyone])
-        total = everyone[0][1].to(device, copy=True)
-        for _, other in everyone[1:]:
-            total += other.to(device)
+    def add(self, party: int, device: torch.device, gradient: Tensor, pulse: Pulse) -> None:
+        """Every drafter's ``gradient``, flat, becomes their sum. Nobody may write to it before
+        ``end``: another may still read it."""
+        everyone = self._meet(party, device, gradient, pulse, "gradients of the others")
+        self._add_share(party, device, everyone)
         self._meet(party, device, None, pulse, "the others' shares")
-        self._copy_shares(party, [f for f, _ in everyone])
-        # Nobody may zero or add to a gradient that another still reads.
+        self._copy_shares(party, everyone)
+
+    def end(self, party: int, device: torch.device, pulse: Pulse) -> None:
+        """After a step's last ``add``: from here on nobody reads this drafter's gradients."""
         self._meet(party, device, None, pulse, "the others' copies")
-        return total
 
     def check_equal(self, party: int, step: int, weights: list[Tensor], pulse: Pulse) -> None:
         """ReplicasDifferError unless all drafters hold the same bits; waits for the device."""
         mine = fingerprint(weights)
-        everyone = self._meeting.meet(party, mine, pulse, "fingerprints of the others")
+        everyone = self._drafters.meet(party, mine, pulse, "fingerprints of the others")
         compare_fingerprints(everyone, step)
 
     def _meet(
         self, party: int, device: torch.device, value: Any, pulse: Pulse, what: str
     ) -> list[Any]:
-        """A meeting after which this drafter's device work comes after everybody's so far."""
-        met = self._meeting.meet(party, (Fence(device), value), pulse, f"waiting for {what}")
+        """A meeting after which this thread's device work comes after everybody's so far."""
+        met = self._sums.meet(party, (Fence(device), value), pulse, f"waiting for {what}")
         for fence, _ in met:
             fence.wait(device)
         return [v for _, v in met]
 
     @torch.no_grad()
-    def _add_share(self, party: int, device: torch.device, everyone: list[list[Tensor]]) -> None:
-        for tensor, mine in enumerate(everyone[party]):
-            for low, high in self._pieces(mine.numel(), party):
-                total = mine[low:high].to(torch.float32, copy=True)
-                for other, flat in enumerate(everyone):
-                    if other != party:
-                        total += flat[tensor][low:high].to(device, non_blocking=True)
-                mine[low:high].copy_(total)
+    def _add_share(self, party: int, device: torch.device, everyone: list[Tensor]) -> None:
+        mine = everyone[party]
+        for low, high in self._pieces(mine.numel(), party):
+            total = mine[low:high].to(torch.float32, copy=True)
+            for other, flat in enumerate(everyone):
+                if other != party:
+                    total += flat[low:high].to(device, non_blocking=True)
+            mine[low:high].copy_(total)
 
     @torch.no_grad()
-    def _copy_shares(self, party: int, everyone: list[list[Tensor]]) -> None:
+    def _copy_shares(self, party: int, everyone: list[Tensor]) -> None:
+        mine = everyone[party]
         for owner, flat in enumerate(everyone):
-            if owner == party:
-                continue
-            for mine, other in zip(everyone[party], flat, strict=True):
+            if owner != party:
                 low, high = share(mine.numel(), owner, self._parties)
-                mine[low:high].copy_(other[low:high], non_blocking=True)
+                mine[low:high].copy_(flat[low:high], non_blocking=True)
 
     def _pieces(self, elements: int, party: int) -> list[tuple[int, int]]:
         low, high = share(elements, party, self._parties)

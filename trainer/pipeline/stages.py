@@ -72,6 +72,11 @@ class DrafterStage(Protocol):
         """The gradient tensors, in one order for all replicas; never None, the same tensors at
         every step (zeroed in place by ``update``), so they may be registered once."""
 
+    def buckets(self) -> list[Tensor]:
+        """Contiguous pieces of ``gradients``, every element in one of them, in the order in which
+        a backward pass completes them. Asked for once, before the first microbatch, where several
+        drafters add up; without it ``finished`` is never called."""
+
     def weights(self) -> list[Tensor]:
         """What must be equal bit for bit in all replicas, in one order; the tensors themselves."""
 
@@ -174,7 +179,7 @@ class StepResult:
     """Context tokens of all slots."""
     telemetry: dict[str, float] = field(default_factory=dict)
     """Fields of ``telemetry.StepLine`` that the executor knows: target_idle, drafter_idle,
-    queue_depth, recompiles, lock_waits, lock_wait_s."""
+    queue_depth, sum_wait_s, recompiles, lock_waits, lock_wait_s."""
 
 
 ReadCheckpoint = Callable[[], "Loaded | None"]

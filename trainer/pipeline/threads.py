@@ -2,6 +2,7 @@
 
     targets ── microbatches in order, as far ahead as the slots allow ──► rings, one a drafter
     drafters ─ their share of a step's microbatches ─► sum of gradients ─► one update each
+                  (summed bucket by bucket while the last of them is in its backward pass)
 
 Microbatch number n (counted over the whole run) goes to drafter n mod M; any target that is free
 takes the next number. So every drafter gets the same count a step, and the data of a step do not
@@ -23,7 +24,7 @@ from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import GradientSum
 from trainer.pipeline.ring import Ring
 from trainer.pipeline.stages import Job, ReadCheckpoint, StepResult, resume_alone
-from trainer.pipeline.workers import DrafterWorker, TargetWorker, Worker
+from trainer.pipeline.workers import DrafterWorker, SumWorker, TargetWorker, Worker
 
 
 class ThreadsExecutor:
@@ -52,6 +53,12 @@ class ThreadsExecutor:
         ]
         self._share = job.batches.slots // len(self.drafters)
         self._sum = GradientSum(self.board, len(self.drafters))
+        self.summers: list[SumWorker] = []
+        if len(self.drafters) > 1:
+            for i, drafter in enumerate(self.drafters):
+                drafter.summer = worker(SumWorker, f"sum {i}", drafter.device)
+                drafter.summer.follow(i, self._sum)
+                self.summers.append(drafter.summer)
         self._deal = threading.Lock()
         self._dealt = 0
         self._first: int | None = None
@@ -143,9 +150,10 @@ class ThreadsExecutor:
         code, autotuning and CUDA graphs belong in part to the thread."""
         batch = self.job.batches(0, 0)
         features: list[torch.Tensor] = []
-        for number, worker in enumerate(self._workers(), start=1):
+        stages: list[Worker] = [*self.targets, *self.drafters]
+        for number, worker in enumerate(stages, start=1):
             began = time.perf_counter()
-            self.board.event("compiling", name=worker.name, number=number, of=len(self._workers()))
+            self.board.event("compiling", name=worker.name, number=number, of=len(stages))
             worker.post(self._warm_one, worker, batch, features).get()
             seconds = round(time.perf_counter() - began, 3)
             self.board.event("compiled", name=worker.name, seconds=seconds)
@@ -179,7 +187,7 @@ class ThreadsExecutor:
         return None if step >= self.job.batches.steps else (step, slot, number)
 
     def _workers(self) -> list[Worker]:
-        return [*self.targets, *self.drafters]
+        return [*self.targets, *self.drafters, *self.summers]
 
     def _first_cause(self) -> _FirstCause:
         return _FirstCause(self.board)
@@ -193,7 +201,8 @@ class ThreadsExecutor:
             filled,
             Usage.of([t.meter for t in self.targets]),
             Usage.of([d.meter for d in self.drafters]),
-            sum(t.transfer.busy_s for t in self.targets),
+            transfer_s=sum(t.transfer.busy_s for t in self.targets),
+            sum_wait_s=self._sum_wait_s(),
         )
         if self.job.compile_lock is not None:
             stats = self.job.compile_lock.stats()
@@ -201,6 +210,11 @@ class ThreadsExecutor:
             found["lock_waits"] = stats.waits
             found["lock_wait_s"] = round(stats.wait_s, 4)
         return found
+
+    def _sum_wait_s(self) -> float | None:
+        if not self.summers:
+            return None
+        return sum(d.sum_wait.busy_s for d in self.drafters) / len(self.drafters)
 
 
 class _FirstCause:

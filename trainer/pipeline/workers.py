@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from trainer.buckets import Finished
 from trainer.compile_lock import CompileLock
 from trainer.data.batch import Batch
 from trainer.pipeline.board import Board, Halted
@@ -158,17 +159,62 @@ class TargetWorker(Worker):
         return Filled(batch, slot, tokens, done)
 
 
+class SumWorker(Worker):
+    """Beside a drafter: adds its buckets of gradients to the others' while its backward pass goes
+    on, on streams of its own. All drafters' buckets come in one order, so these threads meet over
+    the same bucket each time; the drafters' own never wait inside a backward pass."""
+
+    buckets: list[Tensor]
+
+    def follow(self, party: int, adder: GradientSum) -> None:
+        self._party, self._adder = party, adder
+        self._told = 0
+
+    def finished(self, number: int) -> None:
+        """By the drafter's thread, from inside backward: what it has launched completes the bucket.
+        Nothing here waits for another thread's work."""
+        self.post(self._add, number, Fence(self.device))
+        self._told = number + 1
+
+    def rest(self, sums: Tensor) -> Reply[Fence]:
+        """By the drafter's thread, after backward: the buckets that were not told, and ``sums``,
+        which becomes the sum of all drafters' as well. When everything is summed and nobody else
+        reads these gradients any more."""
+        for number in range(self._told, len(self.buckets)):
+            self.finished(number)
+        self._told = 0
+        return self.post(self._end, sums, Fence(self.device))
+
+    def _add(self, number: int, complete: Fence) -> None:
+        self.pulse.set(f"gradient sum, bucket {number + 1} of {len(self.buckets)}")
+        complete.wait(self.device)
+        self._adder.add(self._party, self.device, self.buckets[number], self.pulse)
+
+    def _end(self, sums: Tensor, complete: Fence) -> Fence:
+        self.pulse.set("gradient sum, end")
+        complete.wait(self.device)
+        self._adder.add(self._party, self.device, sums, self.pulse)
+        self._adder.end(self._party, self.device, self.pulse)
+        return Fence(self.device)
+
+
 class DrafterWorker(Worker):
     """One replica: takes its share of each step's microbatches, adds gradients up, updates."""
 
     stage: DrafterStage
     ring: Ring
+    summer: SumWorker | None = None
+    """Null where this drafter is the only one."""
 
     def build(self, make: Callable[[torch.device], DrafterStage]) -> None:
         self.pulse.set("building the drafter", waiting=True)
         self.stage = make(self.device)
         self.meter = Meter(self.device)
+        self.sum_wait = Meter(self.device)
+        """From the end of a step's last backward pass until the sum is there."""
         self._before: Fence | None = None
+        if self.summer is not None:
+            self.summer.buckets = self.stage.buckets()
 
     def make_ring(self, depth: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Ring:
         slots = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(depth)]
@@ -183,12 +229,15 @@ class DrafterWorker(Worker):
         total: Tensor | None = None
         tokens = 0
         for number in range(first, first + share):
-            sums, count = self._accumulate(index, number)
+            # Only the step's last backward pass leaves gradients as they are to be summed.
+            last = number == first + share - 1
+            finished = self.summer.finished if self.summer is not None and last else None
+            sums, count = self._accumulate(index, number, finished)
             total = sums if total is None else total + sums
             tokens += count
         assert total is not None
-        self.pulse.set(f"gradient sum, step {index + 1}")
-        total = adder.add(party, self.device, self.stage.gradients(), total, self.pulse)
+        if self.summer is not None:
+            self._await_sum(index, self.summer, total)
         self.pulse.set(f"optimizer, step {index + 1}")
         self.meter.begin()
         norm = self.stage.update(index, total)
@@ -200,12 +249,20 @@ class DrafterWorker(Worker):
             adder.check_equal(party, index + 1, self.stage.weights(), self.pulse)
         return total, norm, tokens, done
 
-    def _accumulate(self, index: int, number: int) -> tuple[Tensor, int]:
+    def _await_sum(self, index: int, summer: SumWorker, total: Tensor) -> None:
+        self.pulse.set(f"gradient sum, step {index + 1}")
+        self.sum_wait.begin()
+        reply = summer.rest(total)
+        with self.pulse.waiting("waiting for the sum of gradients"):
+            reply.get().wait(self.device)
+        self.sum_wait.end()
+
+    def _accumulate(self, index: int, number: int, finished: Finished | None) -> tuple[Tensor, int]:
         filled = self.ring.take(number, self.pulse)
         self.pulse.set(f"drafter forward and backward, step {index + 1}")
         filled.ready.wait(self.device)
         self.meter.begin()
-        sums = self.stage.accumulate(filled.batch, filled.features)
+        sums = self.stage.accumulate(filled.batch, filled.features, finished)
         self.ring.release(number, self.meter.end())
         return sums, filled.tokens
 
