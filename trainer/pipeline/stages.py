@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trainer.compile_lock import CompileLock
+from trainer.buckets import Finished
 from trainer.data.batch import Batch
 
 if TYPE_CHECKING:
@@ -63,10 +64,16 @@ class DrafterStage(Protocol):
 
     device: torch.device
 
-    def accumulate(self, batch: Batch, features: Tensor) -> Tensor:
+    def accumulate(
+        self, batch: Batch, features: Tensor, finished: Finished | None = None
+    ) -> Tensor:
         """Forward and backward of one microbatch: adds to the gradients the gradient of the summed
         loss. Returns ``Sums`` as a vector on ``device``, detached, without waiting for it.
-        ``batch`` may lie on any device, ``features`` lies on ``device``."""
+        ``batch`` may lie on any device, ``features`` lies on ``device``.
+
+        ``finished`` is called from inside backward with the number of each of ``buckets`` when the
+        work that completes it has been launched: 0, 1, and so on. Those it was not called for are
+        complete on return, which may be all of them."""
 
     def gradients(self) -> list[Tensor]:
         """The gradient tensors, in one order for all replicas; never None, the same tensors at
