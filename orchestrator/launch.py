@@ -28,7 +28,7 @@ from orchestrator.errors import (
 )
 from orchestrator.fleet import Fleet, Opening
 from orchestrator.reconnect import reconnecting
-from orchestrator.release import Progress, Push, Release
+from orchestrator.release import Arrivals, Progress, Push, Release
 from orchestrator.route import find_route
 from orchestrator.target import HostTarget, Target
 
@@ -224,6 +224,7 @@ def launch(
     :raises UnreachableError: the state is unknown; ``status`` of the run id tells once it answers.
     """
     reached = False
+    arrivals = Arrivals(progress)
 
     def channels() -> AgentChannel:
         nonlocal opening
@@ -233,7 +234,7 @@ def launch(
     def work(channel: AgentChannel) -> Started:
         nonlocal reached
         reached = True
-        return _attempt(fleet, channel, target, order, release, notice, progress)
+        return _attempt(fleet, channel, target, order, release, notice, arrivals)
 
     try:
         return reconnecting(fleet, channels, work, notice)
@@ -252,10 +253,10 @@ def _attempt(
     order: Order,
     release: Release | None,
     notice: Notice,
-    progress: Progress | None,
+    arrivals: Arrivals,
 ) -> Started:
     looking = channel.request("preflight", **preflight_fields(target, order, release))
-    push = Push(channel, release, progress) if release else None
+    push = Push(channel, release, arrivals) if release else None
     which: dict[str, Any] = {}
     sent = []
     if push is not None:

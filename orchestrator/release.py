@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator import snapshot
 from orchestrator.channel import AgentChannel
@@ -29,7 +29,41 @@ TRAINER = Path(__file__).parents[1] / "trainer"
 BATCH_BYTES = 64 << 20
 BATCH_FILES = 4096
 PIECE = 1 << 20
-Progress = Callable[[int], None]
+
+
+class Progress(Protocol):
+    """Who shows it."""
+
+    def expect(self, count: int) -> None:
+        """So many bytes more are to travel."""
+
+    def __call__(self, count: int) -> None:
+        """So many bytes more have arrived."""
+
+
+class Arrivals:
+    """How much of a release one container has said that it took, over all attempts to send it."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._wanted: int | None = None
+        self._before = 0
+        self._shown = 0
+
+    def begin(self, missing: int) -> None:
+        """An attempt: what the last one left incomplete travels once more."""
+        if self._wanted is None:
+            self._wanted = missing
+            if self._progress:
+                self._progress.expect(missing)
+        self._before = max(0, self._wanted - missing)
+
+    def __call__(self, taken: int) -> None:
+        """``taken`` bytes of this attempt."""
+        there = min(self._before + taken, self._wanted or 0)
+        if self._progress and there > self._shown:
+            self._progress(there - self._shown)
+            self._shown = there
 
 
 @dataclass(frozen=True)
@@ -157,8 +191,10 @@ def push(
     :raises UnreachableError: the link stays away; what was there before is untouched.
     """
 
+    arrivals = Arrivals(progress)
+
     def once(channel: AgentChannel) -> dict[str, Any]:
-        blobs, commit = Push(channel, release, progress).send()
+        blobs, commit = Push(channel, release, arrivals).send()
         for request in blobs:
             request.result()
         return commit.result()
@@ -169,10 +205,11 @@ def push(
 class Push:
     """One push on one channel: begin at once; finish when the reply is there."""
 
-    def __init__(self, channel: AgentChannel, release: Release, progress: Progress | None) -> None:
+    def __init__(self, channel: AgentChannel, release: Release, arrivals: Arrivals) -> None:
         self.release = release
         self._channel = channel
-        self._progress = progress or (lambda count: None)
+        self._arrivals = arrivals
+        self._sent = 0
         self._window = FIRST_WINDOW
         self._begin = channel.request("release.begin", more=True)
         self._begin.feed([release.manifest])
@@ -183,6 +220,7 @@ class Push:
         Returns the blob requests and the commit request, whose id ``run.start`` may name.
         """
         answer = self._begin.result()
+        self._arrivals.begin(answer["bytes"])
         missing = [self.release.entries[index] for index in answer["missing"]]
         blobs = [self._send_batch(batch) for batch in _batches(missing)]
         commit = self._channel.request(
@@ -204,7 +242,11 @@ class Push:
             encoding="raw",
             more=True,
         )
-        self._window = request.feed(self._pieces(batch), self._window)
+        before = self._sent
+        self._sent += sum(entry.line[3] for entry in batch)
+        self._window = request.feed(
+            self._pieces(batch), self._window, lambda taken: self._arrivals(before + taken)
+        )
         return request
 
     def _pieces(self, batch: list[Entry]) -> Iterator[bytes]:
@@ -212,7 +254,6 @@ class Push:
         pending = bytearray()
         for entry in batch:
             for piece in _read(entry):
-                self._progress(len(piece))
                 pending += piece
                 if len(pending) >= PIECE:
                     yield bytes(pending)

@@ -41,6 +41,7 @@ class Request:
         self._acknowledged = 0
         self._put = 0
         self._window = FIRST_WINDOW
+        self._told: Callable[[int], None] = lambda total: None
         self._acks: deque[tuple[float, int]] = deque()
         """When how much had been acknowledged, within the last ``RATE_OVER_S``."""
         self._changed = threading.Condition()
@@ -83,7 +84,12 @@ class Request:
             assert self._result is not None
             return self._result
 
-    def feed(self, pieces: Iterable[bytes | memoryview], window: int = FIRST_WINDOW) -> int:
+    def feed(
+        self,
+        pieces: Iterable[bytes | memoryview],
+        window: int = FIRST_WINDOW,
+        arrived: Callable[[int], None] = lambda total: None,
+    ) -> int:
         """Send the request's input and its end; at most ``WINDOW`` bytes, and no more than the link
         carries in ``IN_FLIGHT_S``, wait for the far side.
 
@@ -91,8 +97,10 @@ class Request:
 
         :param window: how much may wait at first; what an earlier request on this link has returned
             saves its round trips of learning that.
+        :param arrived: told how many bytes of the input the far side has taken, as it says so.
         """
         sent = 0
+        self._told = arrived
         self._window = window
         self._acks.append((time.monotonic(), 0))
         for piece in pieces:
@@ -150,6 +158,7 @@ class Request:
     def _acknowledge(self, total: int) -> None:
         now = time.monotonic()
         self._acknowledged = total
+        self._told(total)
         self._acks.append((now, total))
         while len(self._acks) > 2 and now - self._acks[0][0] > RATE_OVER_S:
             self._acks.popleft()

@@ -24,7 +24,7 @@ from orchestrator import release as releases
 from orchestrator import snapshot
 from orchestrator.fleet import Fleet
 from orchestrator.paths import LaptopPaths
-from orchestrator.release import Push
+from orchestrator.release import Arrivals, Push
 from orchestrator.state import LaptopState
 from orchestrator.target import resolve
 
@@ -98,7 +98,7 @@ def beyond(made: Bed, rounds: int) -> list[Sample]:
             (folder / "module.bin").write_bytes(random.Random(number).randbytes(SIZE))
             release = releases.build(snapshot.find_root(folder, folder), laptop)
             begun, cpu = time.perf_counter(), time.process_time()
-            blobs, commit = Push(channel, release, None).send()
+            blobs, commit = Push(channel, release, Arrivals(None)).send()
             for request in [*blobs, commit]:
                 request.result()
             found.append(Sample(time.perf_counter() - begun, time.process_time() - cpu))

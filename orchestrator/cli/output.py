@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -146,22 +147,29 @@ class Table:
 
 
 class Meter:
-    """Bytes moved so far, on a terminal only, twice a second."""
+    """Bytes that have arrived so far, on a terminal only, twice a second."""
 
-    def __init__(self, what: str, total: int | None = None) -> None:
+    def __init__(self, what: str) -> None:
         self._what = what
-        self._total = total
+        self._total = 0
         self._done = 0
         self._shown = 0.0
+        self._lock = threading.Lock()
         self._live = redraws(sys.stderr)
 
+    def expect(self, count: int) -> None:
+        """So many more are to come; unless told, only what has come is shown."""
+        with self._lock:
+            self._total += count
+
     def __call__(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if self._live and now - self._shown > 0.5:
-            self._shown = now
-            of = f" of {size(self._total)}" if self._total else ""
-            print(f"\r{self._what} {size(self._done)}{of}\x1b[K", end="", file=sys.stderr)
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if self._live and now - self._shown > 0.5:
+                self._shown = now
+                of = f" of {size(self._total)}" if self._total else ""
+                print(f"\r{self._what} {size(self._done)}{of}\x1b[K", end="", file=sys.stderr)
 
     def close(self) -> None:
         if self._live and self._shown:

@@ -83,7 +83,7 @@ def _start(
     opening: Opening | None,
     wishes: Wishes,
 ) -> list[RunRef]:
-    meter = output.Meter("pushing", release.bytes if release else None)
+    meter = output.Meter("pushing")
 
     def tell(started: Started) -> None:
         meter.close()

@@ -82,7 +82,7 @@ def _push(
     """
     begun = [opening] if opening else []
     names = targets[0].name if len(targets) == 1 else f"{len(targets)} containers"
-    meter = output.Meter(f"pushing to {names}", release.bytes * len(targets))
+    meter = output.Meter(f"pushing to {names}")
 
     def work(target: Target) -> dict[str, Any]:
         with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -102,6 +103,25 @@ def test_who_sits_before_a_slow_link_is_told_what_is_waited_for(cli: Cli, proxie
     terminal.exit_code()
     assert b"connecting" not in terminal.seen
     assert cli("exec", CT, "--", "true", code=0).stderr == ""
+
+
+METER = re.compile(rb"pushing to lab-201 ([0-9.]+) (k?B|MB) of 1\.2 MB")
+
+
+def test_a_pushs_meter_shows_what_has_arrived_and_no_cut_turns_it_back(
+    cli: Cli, proxied: Proxy, code: Path
+) -> None:
+    for number in range(4):
+        (code / f"part{number}").write_bytes(random.Random(number).randbytes(300_000))
+    cli("exec", CT, "--", "true", code=0)  # the agent's program is there
+    proxied.set(rtt_ms=20, rate=4 * NARROW)
+    proxied.cut_after(900_000, "up")
+    terminal = Terminal(cli, "push", CT, "--code", str(code))
+    assert terminal.exit_code() == 0, terminal.seen
+    assert b"trying again in" in terminal.seen
+    factor = {b"B": 1, b"kB": 1_000, b"MB": 1_000_000}
+    shown = [float(count) * factor[unit] for count, unit in METER.findall(terminal.seen)]
+    assert len(shown) > 3 and shown == sorted(shown) and shown[-1] <= 1_200_000
 
 
 @pytest.mark.soak

@@ -17,7 +17,7 @@ from orchestrator.agent import loader
 from orchestrator.agent_bundle import bundle
 from orchestrator.channel import AgentChannel
 from orchestrator.paths import LaptopPaths
-from orchestrator.release import Push, Release
+from orchestrator.release import Arrivals, Push, Release
 
 SLOW_S = 0.1
 """An answer is handed over when nothing has been sent for so long, as by a link of long delay: so
@@ -88,7 +88,7 @@ class Far:
         with AgentChannel(
             link, bundle(), str(self.workdir), trusted=trusted, host="h", ct=1
         ) as channel:
-            blobs, commit = Push(channel, self.release(), None).send()
+            blobs, commit = Push(channel, self.release(), Arrivals(None)).send()
             for request in [*blobs, commit]:
                 request.result()
             return link.turns

@@ -13,7 +13,7 @@ from orchestrator import release as releases
 from orchestrator import snapshot, transfer
 from orchestrator.errors import RefusedError, TransferError, UsageError
 from orchestrator.paths import LaptopPaths
-from orchestrator.release import Entry, Release
+from orchestrator.release import Arrivals, Entry, Release
 from orchestrator.snapshot import Root
 
 
@@ -279,3 +279,32 @@ def test_batches_are_bounded() -> None:
     assert [len(batch) for batch in releases._batches(entries)] == [1, 1, 1, 1, 1]
     small = [Entry(["f", str(n), "0" * 64, 1, 0]) for n in range(releases.BATCH_FILES + 1)]
     assert [len(batch) for batch in releases._batches(small)] == [releases.BATCH_FILES, 1]
+
+
+class Shown:
+    """A meter's numbers."""
+
+    def __init__(self) -> None:
+        self.expected = self.done = 0
+
+    def expect(self, count: int) -> None:
+        self.expected += count
+
+    def __call__(self, count: int) -> None:
+        assert count > 0
+        self.done += count
+
+
+def test_what_travels_twice_is_shown_once() -> None:
+    shown = Shown()
+    arrivals = Arrivals(shown)
+    arrivals.begin(100)
+    arrivals(60)
+    arrivals.begin(70)  # 30 of the 60 were whole files
+    arrivals(20)
+    assert (shown.expected, shown.done) == (100, 60)
+    arrivals(50)
+    assert shown.done == 80
+    arrivals.begin(120)  # and even of what somebody removed there meanwhile
+    arrivals(120)
+    assert (shown.expected, shown.done) == (100, 100)
