@@ -105,21 +105,26 @@ def start(
         # One line a host and container, each with the outcome of the whole.
         for target, run_id in zip(targets, run_ids(orders), strict=True):
             lines.enter_context(audited(fleet, target, "launch", notice, run_id=run_id))
-        if len(targets) == 1:
-            only = launching.launch(
-                fleet,
-                targets[0],
-                orders[0],
-                release,
-                opening=opening,
-                notice=notice,
-                progress=progress,
-            )
-            started = [only]
-        else:
-            from orchestrator import nodes
+        try:
+            if len(targets) == 1:
+                only = launching.launch(
+                    fleet,
+                    targets[0],
+                    orders[0],
+                    release,
+                    opening=opening,
+                    notice=notice,
+                    progress=progress,
+                )
+                started = [only]
+            else:
+                from orchestrator import nodes
 
-            started = nodes.launch(fleet, targets, orders, release, notice=notice, ranks=ranks)
+                started = nodes.launch(fleet, targets, orders, release, notice=notice, ranks=ranks)
+        except KeyboardInterrupt:
+            # Before the audit's lines, which a dead link holds up.
+            notice(f"interrupted: {_outlook(fleet.state, run_ids(orders))}")
+            raise
         for one in started:
             tell(one)
     return started
@@ -132,3 +137,15 @@ def run_ids(orders: Sequence[Order]) -> list[str]:
     from orchestrator.nodes import node_id
 
     return [node_id(order.run_id, rank) for rank, order in enumerate(orders)]
+
+
+def _outlook(state: LaptopState, ids: Sequence[str]) -> str:
+    """What Ctrl-C leaves behind: a start that was asked for goes on without us."""
+    asked = [run for run in state.runs() if run.run_id in ids]
+    if not asked:
+        return "nothing was started"
+    return "; ".join(
+        f"{run.run_id} may have started on {run.target.name}: see dflashctl status {run.run_id}, "
+        f"end it with dflashctl stop {run.run_id}"
+        for run in asked
+    )

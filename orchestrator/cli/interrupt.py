@@ -32,3 +32,15 @@ def raised() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, leave)
+
+
+@contextmanager
+def told(words: str) -> Iterator[None]:
+    """Say how things stand, where Ctrl-C ends the work within."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from orchestrator.cli import output
+
+        output.notice(f"interrupted: {words}")
+        raise

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.cli import interrupt
 from orchestrator.cli.app import COMMAND_KEY
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
@@ -81,14 +82,15 @@ def launch(
     node each, after all of them have reached the first.
     """
     with open_session(inventory, as_json=as_json) as session:
-        found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
-        alone = len(found) == 1 and not dry_run
-        opening = session.fleet.opening(found[0]) if alone else None
-        # While pct starts, some 0.1 s of imports cost nothing; before, they would hold up the
-        # thread that connects (one interpreter runs one of them at a time).
-        if opening is not None:
-            opening.wait()
-        from orchestrator.cli.starting import Wishes, start
+        with interrupt.told("nothing was started"):
+            found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
+            alone = len(found) == 1 and not dry_run
+            opening = session.fleet.opening(found[0]) if alone else None
+            # While pct starts, some 0.1 s of imports cost nothing; before, they would hold up the
+            # thread that connects (one interpreter runs one of them at a time).
+            if opening is not None:
+                opening.wait()
+            from orchestrator.cli.starting import Wishes, start
 
         wishes = Wishes(
             words=ctx.meta.get(COMMAND_KEY, ()),

@@ -67,13 +67,23 @@ def play(
     with open_session(inventory, as_json=as_json) as session:
         chosen = _targets(session, targets, host, ct, run_id)
         stage = _stage(session, chosen, run_id, as_json)
-        for result in run(steps, functions(stage), first):
-            _tell(result, max(len(step.name) for step in steps), as_json)
-            if result.error is not None:
-                known = stage.refs[0].run_id if len(stage.refs) == 1 else run_id
-                again = resume_argv(playbook, result.step.name, words, settings or (), known)
-                _stopped(result.error, again, as_json)
-                raise typer.Exit(result.error.exit_code)
+
+        def again(step: BoundStep) -> list[str]:
+            known = stage.refs[0].run_id if len(stage.refs) == 1 else run_id
+            return resume_argv(playbook, step.name, words, settings or (), known)
+
+        at = steps[first]
+        try:
+            for result in run(steps, functions(stage), first):
+                _tell(result, max(len(step.name) for step in steps), as_json)
+                if result.error is not None:
+                    _stopped(result.error, again(result.step), as_json)
+                    raise typer.Exit(result.error.exit_code)
+                at = steps[min(max(result.number, first), len(steps) - 1)]
+        except KeyboardInterrupt:
+            line = shlex.join(again(at))
+            output.notice(f"interrupted in step {at.name}; to do it again: {line}")
+            raise
 
 
 def _targets(

@@ -12,7 +12,7 @@ import typer
 from orchestrator import lease
 from orchestrator.audit import audited
 from orchestrator.channel import AgentChannel
-from orchestrator.cli import output
+from orchestrator.cli import interrupt, output
 from orchestrator.cli.options import (
     CtOption,
     HostOption,
@@ -238,7 +238,11 @@ def stop(
     """
     fields = {"grace_s": seconds(grace)} if grace else {}
     failed: list[DflashctlError] = []
-    with open_session(inventory, patient=False, as_json=as_json) as session:
+    going_on = "a run that was told to stop ends without us; see dflashctl status"
+    with (
+        open_session(inventory, patient=False, as_json=as_json) as session,
+        interrupt.told(going_on),
+    ):
 
         def pinned(ref: RunRef) -> RunRef:
             try:

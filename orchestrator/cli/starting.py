@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator import launch as launching
 from orchestrator import orders
-from orchestrator.cli import output
+from orchestrator.cli import interrupt, output
 from orchestrator.cli.session import Session
 from orchestrator.fleet import Opening
 from orchestrator.launch import Order, Started
@@ -43,36 +43,36 @@ def start(session: Session, targets: list[Target], opening: Opening | None, wish
 
     :param opening: the channel of the only target, on its way.
     """
-    release = None
-    if not wishes.no_push:
-        release = orders.take_code(session.laptop, wishes.code, wishes.config)
-    wanted = orders.make(
-        session.state,
-        targets,
-        release,
-        words=wishes.words,
-        config=wishes.config,
-        name=wishes.name,
-        variables=launching.parse_environment(wishes.env),
-        env_file=wishes.env_file,
-        log=wishes.log,
-        force=wishes.force,
-        restarts=wishes.restarts,
-    )
+    with interrupt.told("nothing was started"):
+        release = None
+        if not wishes.no_push:
+            release = orders.take_code(session.laptop, wishes.code, wishes.config)
+        wanted = orders.make(
+            session.state,
+            targets,
+            release,
+            words=wishes.words,
+            config=wishes.config,
+            name=wishes.name,
+            variables=launching.parse_environment(wishes.env),
+            env_file=wishes.env_file,
+            log=wishes.log,
+            force=wishes.force,
+            restarts=wishes.restarts,
+        )
     if wishes.dry_run:
         _show_plans(targets, wanted, release, wishes.ranks, wishes.as_json)
         return 0
-    try:
-        refs = _start(session, targets, wanted, release, opening, wishes)
-    except KeyboardInterrupt:
-        _tell_interrupted(session, wanted)
-        raise
+    refs = _start(session, targets, wanted, release, opening, wishes)
     if not (wishes.follow or wishes.wait):
         return 0
     from orchestrator.cli.ending import follow_runs
     from orchestrator.follow import Start
 
-    return follow_runs(session, refs, start=Start(), show=wishes.follow, as_json=wishes.as_json)
+    run_id = refs[0].run_id
+    going_on = f"the run goes on: dflashctl tail {run_id}, or end it: dflashctl stop {run_id}"
+    with interrupt.told(going_on):
+        return follow_runs(session, refs, start=Start(), show=wishes.follow, as_json=wishes.as_json)
 
 
 def _start(
@@ -104,17 +104,6 @@ def _start(
     finally:
         meter.close()
     return [RunRef(one.target, one.run_id) for one in started]
-
-
-def _tell_interrupted(session: Session, wanted: list[Order]) -> None:
-    """A start that was asked for goes on without us: nobody should have to guess."""
-    ids = orders.run_ids(wanted)
-    for run in session.state.runs():
-        if run.run_id in ids:
-            output.notice(
-                f"interrupted: {run.run_id} may have started on {run.target.name}; "
-                f"see dflashctl status {run.run_id}"
-            )
 
 
 def _tell(started: Started, release: Release | None, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from orchestrator import release as releases
 from orchestrator import snapshot, transfer
 from orchestrator.audit import audited
 from orchestrator.channel import AgentChannel
-from orchestrator.cli import output
+from orchestrator.cli import interrupt, output
 from orchestrator.cli.options import (
     CtOption,
     HostOption,
@@ -49,7 +49,8 @@ def push(
     as_json: JsonOption = False,
 ) -> None:
     """Push the code as an immutable release; start nothing. Goes on after a cut."""
-    with open_session(inventory, as_json=as_json) as session:
+    going_on = "push again to go on from what has arrived"
+    with open_session(inventory, as_json=as_json) as session, interrupt.told(going_on):
         found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         alone = len(found) == 1 and not dry_run
         # The files are hashed while pct starts.
@@ -145,7 +146,8 @@ def pull(
     A second pull fetches only what changed. A folder that it makes ignores itself (.gitignore), so
     that the next launch or commit does not take it along; a .gitignore of what is pulled stays out.
     """
-    with open_session(inventory, as_json=as_json) as session:
+    going_on = "pull again to go on from what has arrived"
+    with open_session(inventory, as_json=as_json) as session, interrupt.told(going_on):
         ref = session.one_run(runs, host, ct)
 
         def look(channel: AgentChannel) -> tuple[str, dict[str, str], transfer.Wanted]:
