@@ -168,6 +168,10 @@ class PipelineConfig(Section):
     """On a GPU: the target's forward pass, a drafter's microbatch and its update as one recorded
     graph each (``graphs.py``), for models so small that launching kernels costs more than they do.
     Takes the memory of one feature slot more on each device. On a CPU nothing is recorded."""
+    shard_drafters: bool = False
+    """With ``processes`` and several drafters, on one node or many: each holds a part of one
+    drafter's masters, moments and gradients instead of a whole one, for drafters that do not fit
+    (``sharded.py``). Costs traffic between drafters; checkpoints are the same."""
     recompile: Literal["warn", "fail"] = "warn"
     """What a recompile after the warm-up does."""
     stall_limit_s: float = Field(600.0, gt=0)
@@ -181,6 +185,20 @@ class PipelineConfig(Section):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} is {value}; a pipeline needs at least one")
+        return self
+
+    @model_validator(mode="after")
+    def _can_shard(self) -> PipelineConfig:
+        if self.shard_drafters and self.executor != "processes":
+            raise ValueError(
+                f"shard_drafters needs processes that meet; executor is {self.executor!r}: set it"
+                " to processes, or leave out shard_drafters"
+            )
+        if self.shard_drafters and self.cuda_graph:
+            raise ValueError(
+                "shard_drafters gathers weights within a step, which no cuda_graph records; leave"
+                " out one of them"
+            )
         return self
 
 
@@ -228,6 +246,23 @@ class TrainConfig(Section):
             raise ValueError(
                 "pipeline.cuda_graph records a step, but optimization.head_sample draws on the host"
                 " anew at each; leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_shards(self) -> TrainConfig:
+        if not self.pipeline.shard_drafters:
+            return self
+        if self.optimization.optimizer == "muon":
+            raise ValueError(
+                "optimization.optimizer muon needs whole matrices, and under"
+                " pipeline.shard_drafters no drafter has one; use adamw, or leave out"
+                " shard_drafters"
+            )
+        if self.optimization.fp8 == "head+mlp":
+            raise ValueError(
+                "optimization.fp8 head+mlp is not to be had with pipeline.shard_drafters, whose"
+                " weights come in bfloat16; use fp8: head, or leave out shard_drafters"
             )
         return self
 

@@ -49,4 +49,13 @@ def make_work(resolved: Resolved, device: torch.device) -> Work:
 
 def plan_run(resolved: Resolved) -> Plan:
     """Devices and roles. Raises ``PlanError`` for what is impossible."""
-    return make_plan(resolved.config.pipeline, make_work(resolved, default_device()))
+    work = make_work(resolved, default_device())
+    return make_plan(resolved.config.pipeline, work, nodes=node_count())
+
+
+def node_count() -> int:
+    """As torchrun says, else as ``dflashctl launch`` does before it."""
+    ranks = os.environ.get("WORLD_SIZE")
+    if ranks is not None:
+        return int(ranks) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return int(os.environ.get("NNODES", "1"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ranks import enter_rank, run_ranks  # noqa: E402
 from tiny_job import make_drafter, tiny_job, tiny_plan  # noqa: E402
 
 from trainer.errors import ConfigError  # noqa: E402
@@ -94,20 +93,6 @@ def test_a_lost_connection_is_told_from_a_fault_of_ones_own() -> None:
 # -- four processes -------------------------------------------------------------------------------
 
 
-def enter_rank(rank: int, world: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        # The store outlives every rank, as torchrun's does.
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-
-
 def train_rank(rank: int, port: int, out: Any) -> None:
     """Some steps without an anchor on one drafter, a comparison at each, a stop agreed on."""
     enter_rank(rank, 4, port)
@@ -154,26 +139,6 @@ def fail_rank(rank: int, port: int, out: Any) -> None:
     except (RuntimeError, PeerFailedError) as error:
         out.put((rank, type(error).__name__, str(error)))
         raise SystemExit(1) from None
-
-
-def run_ranks(function: Any, world: int = 4) -> list[Any]:
-    """What each rank put, by rank."""
-    context = multiprocessing.get_context("forkserver")
-    # One import for all of them.
-    context.set_forkserver_preload(
-        ["torch", "transformers", "tiny_job", "trainer.pipeline.processes"]
-    )
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    out = context.Queue()
-    ranks = [context.Process(target=function, args=(r, store.port, out)) for r in range(world)]
-    for process in ranks:
-        process.start()
-    try:
-        return sorted(out.get(timeout=120) for _ in range(world))
-    finally:
-        for process in ranks:
-            process.join(60)
-            process.kill()
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ from trainer.head_loss import fast_head_loss
 from trainer.objective import FrozenTarget
 from trainer.pipeline.costs import TargetShape, Work
 from trainer.pipeline.plan import Device, Plan, make_plan
-from trainer.pipeline.stages import DrafterStage, Job, TargetStage
+from trainer.pipeline.stages import DrafterStage, Job, MakeSharded, TargetStage
 from trainer.replica import DrafterReplica
+from trainer.sharded import ShardedDrafter
 from trainer.target import TappedTarget, freeze, frozen_weights
 
 ROWS, LENGTH, ANCHORS, BLOCK, VOCABULARY = 2, 24, 4, 4, 48
@@ -125,6 +126,24 @@ def make_drafter(device: torch.device, microbatches: int = 4) -> DrafterStage:
     )
 
 
+def make_sharded(
+    device: torch.device, group: torch.distributed.ProcessGroup, microbatches: int = 4
+) -> ShardedDrafter:
+    """The same drafter, held by all of ``group`` together."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        frozen = frozen_weights(AutoModelForCausalLM.from_config(target_config()))
+    return ShardedDrafter(
+        train_config(microbatches),
+        drafter_config(),
+        FrozenTarget(frozen.embedding.to(device), frozen.head.to(device)),
+        100,
+        device,
+        group,
+        head_loss=fast_head_loss(device),
+    )
+
+
 def tiny_job(
     microbatches: int,
     *,
@@ -132,10 +151,11 @@ def tiny_job(
     empty: frozenset[tuple[int, int]] = frozenset(),
     target: Callable[[torch.device], TargetStage] = make_target,
     drafter: Callable[[torch.device], DrafterStage] = make_drafter,
+    sharded: MakeSharded = make_sharded,
 ) -> tuple[Job, Events]:
     events = Events()
     batches = TinyBatches(microbatches, steps, empty)
-    return Job(batches, target, drafter, events), events
+    return Job(batches, target, drafter, events, make_sharded=sharded), events
 
 
 def tiny_work(microbatches: int) -> Work:

@@ -120,11 +120,19 @@ def drafter_flop(work: Work) -> tuple[float, float]:
     return work.rows * forward, work.rows * training
 
 
-def drafter_parameters(c: DrafterConfig) -> int:
+def drafter_units(c: DrafterConfig) -> tuple[int, int]:
+    """Parameters of one layer without what makes its keys and values, and all that is in no such
+    part: the units in which a sharded drafter is gathered."""
     attention_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = 2 * c.hidden_size * (attention_width + kv_width)
-    layer += 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size + 2 * c.head_dim
-    return c.feature_size * c.hidden_size + 2 * c.hidden_size + c.num_layers * layer
+    layer = 2 * c.hidden_size * attention_width + c.head_dim
+    layer += 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+    key_value = 2 * c.hidden_size * kv_width + c.head_dim
+    return layer, (c.feature_size + 2) * c.hidden_size + c.num_layers * key_value
+
+
+def drafter_parameters(c: DrafterConfig) -> int:
+    layer, rest = drafter_units(c)
+    return rest + c.num_layers * layer
 
 
 def target_memory(work: Work, *, staging: bool) -> int:
@@ -139,11 +147,26 @@ def target_memory(work: Work, *, staging: bool) -> int:
     return (weights + activations) * work.target_bytes + buffers
 
 
-def drafter_memory(work: Work, queue_depth: int) -> int:
+def sharded_states(work: Work, shards: int) -> int:
+    """Bytes of one of ``shards`` drafters that hold one together (``sharded.py``): fp32 masters,
+    moments and gradients, and what is whole for a while. That is, in the computation's type, the
+    weights of two layers (one is used, the next arrives) and its arrival, and the gradient of one;
+    in fp32 the gradients of two layers on their way; and what belongs to no layer, with its
+    gradient and its way."""
+    width = work.drafter_bytes
+    layer, rest = drafter_units(work.drafter)
+    passing = layer * (4 * width + 2 * 4) + rest * (2 * width + 4)
+    return -(-drafter_parameters(work.drafter) * 16 // shards) + passing
+
+
+def drafter_memory(work: Work, queue_depth: int, shards: int = 1) -> int:
     """Bytes of one drafter worker: weights, gradients, fp32 masters and moments, the frozen
-    matrices, kept activations, and the feature slots."""
+    matrices, kept activations, and the feature slots. ``shards``: drafters that hold one
+    together; 1 is a replica."""
     c, width = work.drafter, work.drafter_bytes
     states = drafter_parameters(c) * (2 * width + (4 if width < 4 else 0) + 8)
+    if shards > 1:
+        states = sharded_states(work, shards)
     frozen = 2 * c.vocab_size * c.hidden_size * width
     attention_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     kept = 5 * c.hidden_size + 3 * attention_width + 3 * c.intermediate_size

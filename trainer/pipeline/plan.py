@@ -69,6 +69,25 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class DrafterBytes:
+    """What a drafter needs either way."""
+
+    replica: int
+    shard: int
+    """One of ``shards``."""
+    shards: int
+    """Drafters of all nodes."""
+
+    def line(self, sharded: bool) -> str:
+        here = ("", " (so it is here)") if sharded else (" (so it is here)", "")
+        return (
+            f"a drafter: {self.replica / 1e9:.1f} GB as a replica{here[0]},"
+            f" {self.shard / 1e9:.1f} GB as one of {self.shards} shards{here[1]}:"
+            " pipeline.shard_drafters"
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     executor: str
     targets: tuple[str, ...]
@@ -84,13 +103,16 @@ class Plan:
     context_tokens: int
     """Of a microbatch, at most."""
     costs: Costs
-    memory: tuple[tuple[str, int, int | None], ...]
+    memory: Memory
     """(device, bytes needed, bytes there)."""
     reason: str
     """Why this split."""
     advice: tuple[str, ...] = ()
     stall_limit_s: float = 600.0
     check_equal_every: int = 100
+    sharded: bool = False
+    """All drafters of the run hold one together (``pipeline.shard_drafters``)."""
+    drafter_bytes: DrafterBytes | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -125,6 +147,7 @@ class Plan:
             f"({self.slot_bytes / 1e6:.1f} MB each)",
             f"expected {self.tokens_per_s:,.0f} context tok/s at most (counted costs)",
             f"split: {self.reason}",
+            *([self.drafter_bytes.line(self.sharded)] if self.drafter_bytes else []),
             *(f"advice: {line}" for line in self.advice),
         ]
         return "\n".join(rows)
@@ -147,9 +170,10 @@ def make_plan(
     pipeline: PipelineConfig,
     work: Work,
     devices: Sequence[Device] | None = None,
+    nodes: int = 1,
 ) -> Plan:
     """``devices`` are those present (default: ``visible_devices()``); the config may name fewer, or
-    one twice. Raises PlanError."""
+    one twice. ``nodes`` run the same plan. Raises PlanError."""
     present = {d.name: d for d in (visible_devices() if devices is None else devices)}
     used = _devices(pipeline, present)
     costs = counted_costs(work, used[0])
@@ -161,15 +185,8 @@ def make_plan(
             next_step=f"set it to {_next_multiple(work.microbatches, len(drafters))}, or"
             " pipeline.drafters to one of its divisors",
         )
-    memory = _memory(work, targets, drafters, pipeline.queue_depth, present)
-    for name, needed, there in memory:
-        if there is not None and needed > MEMORY_SHARE * there:
-            raise PlanError(
-                f"{name} would need about {needed / 1e9:.1f} GB for"
-                f" {' and '.join(_parts(targets, drafters)[name])} and has {there / 1e9:.1f} GB",
-                next_step="lower optimization.rows, data.sequence_length or data.anchors, or"
-                " give target and drafter devices of their own",
-            )
+    shards = len(drafters) * nodes
+    memory = _room(pipeline, work, (targets, drafters), present, shards)
     return Plan(
         executor=pipeline.executor,
         targets=targets,
@@ -185,6 +202,8 @@ def make_plan(
         advice=advice,
         stall_limit_s=pipeline.stall_limit_s,
         check_equal_every=pipeline.check_equal_every,
+        sharded=pipeline.shard_drafters,
+        drafter_bytes=_both_ways(pipeline, work, shards),
     )
 
 
@@ -292,19 +311,75 @@ def _parts(targets: Sequence[str], drafters: Sequence[str]) -> dict[str, list[st
     return parts
 
 
+Memory = tuple[tuple[str, int, int | None], ...]
+"""``Plan.memory``."""
+
+
+def _room(
+    pipeline: PipelineConfig,
+    work: Work,
+    parts: tuple[Sequence[str], Sequence[str]],
+    present: dict[str, Device],
+    shards: int,
+) -> Memory:
+    """What each device needs, or PlanError. ``shards``: drafters that may hold one together."""
+    if pipeline.shard_drafters and shards == 1:
+        raise PlanError(
+            "pipeline.shard_drafters lets several drafters hold one together, and there is one",
+            next_step="ask for more by pipeline.drafters, or leave out shard_drafters",
+        )
+    whole, cut = (_memory(work, *parts, pipeline.queue_depth, present, m) for m in (1, shards))
+    memory = cut if pipeline.shard_drafters else whole
+    short = _short(memory)
+    if short is None:
+        return memory
+    name, needed, there = memory[short]
+    step = (
+        "lower optimization.rows, data.sequence_length or data.anchors, or give target and drafter"
+        " devices of their own"
+    )
+    if not pipeline.shard_drafters and shards > 1 and _short(cut) is None:
+        processes = "" if pipeline.executor == "processes" else "pipeline.executor: processes and "
+        step = (
+            f"set {processes}pipeline.shard_drafters: true; the {shards} drafters then hold one"
+            f" together, and {name} needs about {cut[short][1] / 1e9:.1f} GB"
+        )
+    raise PlanError(
+        f"{name} would need about {needed / 1e9:.1f} GB for"
+        f" {' and '.join(_parts(*parts)[name])} and has {(there or 0) / 1e9:.1f} GB",
+        next_step=step,
+    )
+
+
+def _short(memory: Memory) -> int | None:
+    """The first device that has too little."""
+    for i, (_, needed, there) in enumerate(memory):
+        if there is not None and needed > MEMORY_SHARE * there:
+            return i
+    return None
+
+
+def _both_ways(pipeline: PipelineConfig, work: Work, shards: int) -> DrafterBytes | None:
+    if pipeline.executor != "processes" or shards == 1:
+        return None
+    replica, shard = (drafter_memory(work, pipeline.queue_depth, m) for m in (1, shards))
+    return DrafterBytes(replica, shard, shards)
+
+
 def _memory(
     work: Work,
     targets: Sequence[str],
     drafters: Sequence[str],
     queue_depth: int,
     present: dict[str, Device],
-) -> tuple[tuple[str, int, int | None], ...]:
+    shards: int,
+) -> Memory:
     need: Counter[str] = Counter()
     for device in targets:
         staging = any(d != device for d in drafters) and device != "cpu"
         need[device] += target_memory(work, staging=staging)
     for device in drafters:
-        need[device] += drafter_memory(work, queue_depth)
+        need[device] += drafter_memory(work, queue_depth, shards)
     return tuple((name, size, present[name].memory_bytes) for name, size in need.items())
 
 

@@ -122,7 +122,7 @@ class ProcessesExecutor:
             mine = (target.feature_width, target.dtype)
             self.part = _TargetPart(self, target)
         else:
-            drafter = self.job.make_drafter(self.device)
+            drafter = self._make_drafter(among)
             mine = None
             self.part = _DrafterPart(self, drafter, among)
         told: list[Any] = [None] * self.place.world
@@ -135,6 +135,12 @@ class ProcessesExecutor:
             torch.empty((rows, length, width), dtype=dtype, device=self.device)
             for _ in range(depth)
         ]
+
+    def _make_drafter(self, among: Any) -> DrafterStage:
+        if not self.plan.sharded:
+            return self.job.make_drafter(self.device)
+        assert self.job.make_sharded is not None
+        return self.job.make_sharded(self.device, among)
 
     def step(self, index: int) -> StepResult:
         if self._first is None:
@@ -149,12 +155,14 @@ class ProcessesExecutor:
             return self.round.hold(received, Usage.of([self.part.meter]))
 
     def state(self) -> dict[str, Any]:
-        """Of the leading rank; the others' is empty."""
-        return (
-            self.part.stage.state()
-            if isinstance(self.part, _DrafterPart) and (self.place.leads)
-            else {}
-        )
+        """Of the leading rank; the others' is empty. All drafters take part if each holds a shard
+        alone."""
+        if self.place.is_target or not (self.place.leads or self.plan.sharded):
+            return {}
+        assert isinstance(self.part, _DrafterPart)
+        with self._first_cause():
+            state = self.part.stage.state()
+        return state if self.place.leads else {}
 
     def resume(self, read: ReadCheckpoint) -> tuple[int, float | None]:
         with self._first_cause():

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from trainer.compile_lock import CompileLock
 from trainer.buckets import Finished
+from trainer.compile_lock import CompileLock
 from trainer.data.batch import Batch
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class TargetStage(Protocol):
 
 
 class DrafterStage(Protocol):
-    """One replica of the drafter with its optimizer, on one device."""
+    """One replica of the drafter with its optimizer, on one device; or one shard of it."""
 
     device: torch.device
 
@@ -196,6 +197,11 @@ EventSink = Callable[..., None]
 """``RunWriter.event``: (name, **detail)."""
 
 
+MakeSharded = Callable[[torch.device, dist.ProcessGroup], DrafterStage]
+"""(device, the group of all drafters) → a stage whose drafter is cut up over the group; all of the
+group call it, and the stage's methods, at the same time (``sharded.py``)."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What an executor needs. The factories build a stage on a device, from scratch, by config."""
@@ -208,6 +214,8 @@ class Job:
     """The one that ``make_drafter`` compiles with; executors with threads enter ``thread()``."""
     key: str = ""
     """Equal where config and data are equal: ranks of several processes compare it."""
+    make_sharded: MakeSharded | None = None
+    """Instead of ``make_drafter`` under ``pipeline.shard_drafters``."""
 
 
 class Executor(Protocol):

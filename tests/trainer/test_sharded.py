@@ -1,0 +1,254 @@
+"""A drafter that its ranks hold together, on a CPU: the same training as one that is whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ranks import enter_rank, run_ranks  # noqa: E402
+from tiny_job import make_sharded, make_target, tiny_job, tiny_plan  # noqa: E402
+
+from trainer.checkpoint import Loaded  # noqa: E402
+from trainer.compile_lock import CompileLock  # noqa: E402
+from trainer.pipeline.inline import InlineExecutor  # noqa: E402
+from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor  # noqa: E402
+from trainer.pipeline.stages import Sums  # noqa: E402
+from trainer.sharded import KINDS, compile_parts  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+SLOTS = 6
+STEPS = 8
+EMPTY = frozenset({(1, 1), (1, 3), (1, 5), (2, 0)} | {(4, slot) for slot in range(SLOTS)})
+"""Step 1: nothing for the second drafter of two. Step 4: nothing for anybody."""
+POISONED = (6, 1)
+"""(step, slot) whose features are not numbers: one drafter of several meets them."""
+
+
+def poisoned_target(device: Any) -> Any:
+    """Features of one microbatch are NaN."""
+    stage = make_target(device)
+    features = stage.features
+    bad, _ = tiny_job(SLOTS, empty=EMPTY)
+    tokens = bad.batches(*POISONED).tokens
+
+    def poison(batch: Any, out: Any = None) -> Any:
+        made = features(batch, out)
+        if torch.equal(batch.tokens, tokens):
+            made.fill_(torch.nan)
+        return made
+
+    stage.features = poison  # type: ignore[method-assign]
+    return stage
+
+
+def the_job(**changes: Any) -> Any:
+    return tiny_job(SLOTS, steps=50, empty=EMPTY, target=poisoned_target, **changes)[0]
+
+
+def losses(executor: Any, first: int, last: int) -> list[float]:
+    found = []
+    for index in range(first, last):
+        found.append(Sums.read(executor.step(index).sums).mean_loss)
+        executor.agreed_stop(None)
+    return found
+
+
+def alone() -> InlineExecutor:
+    """The same job, with one whole drafter."""
+    executor = InlineExecutor(the_job(), torch.device("cpu"))
+    executor.start()
+    return executor
+
+
+def sharded_plan(targets: int, drafters: int) -> Any:
+    return tiny_plan(
+        targets, drafters, SLOTS, executor="processes", shard_drafters=True, check_equal_every=1
+    )
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """(losses, the state after half of the steps, and after all)."""
+    executor = alone()
+    half = STEPS // 2
+    first = losses(executor, 0, half)
+    middle = executor.state()
+    return first + losses(executor, half, STEPS), middle, executor.state()
+
+
+def same(mine: dict[str, Any], other: dict[str, Any]) -> bool:
+    """To the bit."""
+    return mine["skipped"] == other["skipped"] and all(
+        mine[kind].keys() == other[kind].keys()
+        and all(torch.equal(part, other[kind][name]) for name, part in mine[kind].items())
+        for kind in KINDS
+    )
+
+
+# -- the same losses ------------------------------------------------------------------------------
+
+
+def train_rank(rank: int, port: int, out: Any, targets: int, drafters: int, folder: str) -> None:
+    enter_rank(rank, targets + drafters, port)
+    executor = ProcessesExecutor(the_job(), sharded_plan(targets, drafters))
+    executor.start()
+    found = losses(executor, 0, STEPS)
+    state = executor.state()
+    held = 0
+    if not executor.place.is_target:
+        masters = executor.part.stage.optimizer.kinds["master"].values()
+        held = sum(part.to_local().numel() for part in masters)
+    if state:
+        torch.save(state, f"{folder}/state.pt")
+    executor.close()
+    out.put((rank, found, bool(state), held))
+
+
+@pytest.mark.parametrize(("targets", "drafters"), [(2, 2), (1, 3)])
+def test_shards_train_as_one_whole_drafter_does(
+    reference: Any, tmp_path: Path, targets: int, drafters: int
+) -> None:
+    """With a drafter that gets no valid anchor, a step without any, and one that is not finite. By
+    three no tensor of the drafter can be divided evenly."""
+    answers = run_ranks(train_rank, targets, drafters, str(tmp_path), world=targets + drafters)
+    expected, _, whole = reference
+    leader = targets
+    for _, found, *_ in answers[leader:]:
+        assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert [has_state for _, _, has_state, _ in answers] == [
+        rank == leader for rank in range(targets + drafters)
+    ]
+    state = torch.load(tmp_path / "state.pt")
+    assert state["skipped"] == whole["skipped"] == 1
+    for kind in KINDS:
+        assert state[kind].keys() == whole[kind].keys()
+        for name, part in state[kind].items():
+            torch.testing.assert_close(part, whole[kind][name], rtol=1e-4, atol=1e-6)
+    # Each holds its part, and no more.
+    held = [elements for *_, elements in answers[leader:]]
+    assert sum(held) == sum(part.numel() for part in whole["master"].values())
+    assert max(held) < 1.2 * sum(held) / drafters
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def resume_rank(rank: int, port: int, out: Any, path: str, after: str) -> None:
+    enter_rank(rank, 4, port)
+    executor = ProcessesExecutor(the_job(), sharded_plan(1, 3))
+    executor.start()
+    half = STEPS // 2
+
+    def read() -> Loaded:
+        return Loaded(Path(path), half, torch.load(path), 1.5)
+
+    done = executor.resume(read)
+    given = executor.state()
+    found = losses(executor, half, STEPS)
+    state = executor.state()
+    equal = None
+    if executor.place.leads:
+        equal = same(given, torch.load(path))
+        torch.save(state, after)
+    executor.close()
+    out.put((rank, done, equal, found))
+
+
+def test_a_state_goes_from_whole_to_shards_and_back(reference: Any, tmp_path: Path) -> None:
+    expected, middle, _ = reference
+    before, after = tmp_path / "before.pt", tmp_path / "after.pt"
+    torch.save(middle, before)
+    answers = run_ranks(resume_rank, str(before), str(after))
+    assert all(done == (STEPS // 2, 1.5) for _, done, *_ in answers)
+    assert answers[1][2] is True
+    for *_, found in answers[1:]:
+        assert found == pytest.approx(expected[STEPS // 2 :], rel=1e-5, nan_ok=True)
+
+    back, on = alone(), alone()
+    back.load(torch.load(after))
+    assert same(back.state(), torch.load(after))
+    losses(on, 0, STEPS)
+    assert losses(back, STEPS, STEPS + 2) == pytest.approx(losses(on, STEPS, STEPS + 2), rel=1e-5)
+
+
+# -- compiled -------------------------------------------------------------------------------------
+
+
+def compiled_rank(rank: int, port: int, out: Any) -> None:
+    """Each part compiled under FSDP's hooks, without the compiler's last stage."""
+    enter_rank(rank, 3, port)
+    lock = CompileLock(policy="fail")
+
+    def sharded(device: Any, group: Any) -> Any:
+        stage = make_sharded(device, group)
+        compile_parts(stage.drafter, partial(lock.compile, backend="aot_eager"))
+        stage.backward = lock.backward
+        return stage
+
+    job = replace(the_job(sharded=sharded), compile_lock=lock)
+    executor = ProcessesExecutor(job, sharded_plan(1, 2))
+    executor.start()
+    found = losses(executor, 0, STEPS)
+    stats = lock.stats()
+    executor.close()
+    out.put((rank, found, stats.compiles, stats.recompiles, stats.eager_runs))
+
+
+def test_each_part_is_compiled_once_before_the_first_step(reference: Any) -> None:
+    answers = run_ranks(compiled_rank, world=3)
+    for _, found, compiles, recompiles, eager in answers[1:]:
+        assert found == pytest.approx(reference[0], rel=1e-4, nan_ok=True)
+        # Two layers, the context, the norm.
+        assert compiles >= 4
+        assert (recompiles, eager) == (0, 0)
+
+
+# -- failure --------------------------------------------------------------------------------------
+
+
+def broken_rank(rank: int, port: int, out: Any, how: str) -> None:
+    """The second drafter raises in the third step, or is killed."""
+    enter_rank(rank, 4, port)
+
+    def broken(step: int, sums: Any) -> Any:
+        if step == 2 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 2:
+            raise RuntimeError("the second drafter broke")
+        return update(step, sums)
+
+    executor = ProcessesExecutor(the_job(), sharded_plan(2, 2))
+    executor.start()
+    if rank == 3:
+        update = executor.part.stage.update
+        executor.part.stage.update = broken  # type: ignore[method-assign]
+    try:
+        losses(executor, 0, 50)
+    except (RuntimeError, PeerFailedError) as error:
+        out.put((rank, type(error).__name__, str(error)))
+        raise SystemExit(1) from None
+
+
+def test_all_name_the_drafter_that_failed_first() -> None:
+    answers = run_ranks(broken_rank, "raises")
+    assert answers[3][1:3] == ("RuntimeError", "the second drafter broke")
+    for _, kind, text in answers[:3]:
+        assert kind == "PeerFailedError"
+        assert text.startswith("drafter 1 (rank 3) failed first: RuntimeError: the second drafter")
+
+
+def test_a_killed_drafter_ends_all() -> None:
+    answers = run_ranks(broken_rank, "killed", answers=3)
+    assert [rank for rank, *_ in answers] == [0, 1, 2]
+    assert {kind for _, kind, _ in answers} == {"PeerFailedError"}
+    assert all("a rank went away" in text for _, _, text in answers)
