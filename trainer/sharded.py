@@ -32,6 +32,7 @@ from torch.optim.adamw import adamw
 from trainer.buckets import Finished
 from trainer.config import OptimizationConfig, TrainConfig
 from trainer.data.batch import Batch
+from trainer.drafter.by_layer import compile_parts
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter, Layer
@@ -83,6 +84,7 @@ class ShardedDrafter:
         self._loaded: dict[str, Any] | None = None
         compiled = compile_ if device.type == "cuda" else None
         if compiled is not None:
+            # The hooks that gather and free weights run around compiled calls, never inside one.
             compile_parts(drafter, compiled)
         self.loss = DrafterLoss(
             drafter,
@@ -161,14 +163,6 @@ def shard(drafter: Drafter, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo knows no other, and NCCL's scaled sum would scale by one.
             module.set_force_sum_reduction_for_comms(True)
-
-
-def compile_parts(drafter: Drafter, compile_: Compile) -> None:
-    """The hooks that gather and free weights run around compiled calls, never inside one."""
-    drafter.context = compile_(drafter.context, "context")  # type: ignore[method-assign]
-    for i, layer in enumerate(drafter.layers):
-        layer.forward = compile_(layer.forward, f"layer_{i}")
-    drafter.norm.forward = compile_(drafter.norm.forward, "norm")  # type: ignore[method-assign]
 
 
 class ShardedAdamW:

@@ -2,6 +2,7 @@
 
 Autograd gets the gradients of one compiled call all at once, at its end: with the whole drafter as
 one call, nothing would be left of the backward pass to sum the gradients beside (``buckets.py``).
+FSDP2 gathers and frees weights between layers, in hooks that no compiled call may hold.
 """
 
 from __future__ import annotations
