@@ -1,14 +1,11 @@
-"""One SSH connection to a host, with its host key checked, and every failure told as what it is.
+"""One SSH connection to a host that many sessions share, and every failure told as what it is.
 
-fabric carries it. Two of its habits are undone before anything is opened: it accepts any host key
-(``AutoAddPolicy``) and never reads known_hosts. It is imported when the first connection is made:
-that takes 0.25 s.
+paramiko and fabric are imported when it is made: that takes 0.2 s.
 """
 
 from __future__ import annotations
 
 import getpass
-import logging
 import socket
 import sys
 import threading
@@ -24,7 +21,7 @@ from orchestrator.errors import (
     DflashctlError,
     HostUnreachable,
 )
-from orchestrator.route import Route, find_route
+from orchestrator.route import CONNECT_S, Route, find_route
 
 if TYPE_CHECKING:
     import paramiko
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 
     from orchestrator.target import HostTarget
 
-CONNECT_S = 10
 # A login that was cut is tried again: nothing has been asked of the host yet. Only twice: a host
 # that ends each one has seen enough keys, and may lock us out.
 LOGIN_AGAIN_S = (1.0, 2.0)
@@ -45,8 +41,6 @@ CHANNELS = 8
 CROWDED_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # `sendall` of 64 MB took 31 s: it copies the rest at each step. In these pieces it takes 1 s.
 PIECE = 128 * 1024
-# What the far side may send before we answer; one channel moves one window a round trip.
-WINDOW = 16 * 1024 * 1024
 
 Notice = Callable[[str], None]
 
@@ -149,12 +143,14 @@ class HostConnection:
     def _start_on(self, connection: Connection, line: str) -> paramiko.Channel:
         import paramiko
 
+        from orchestrator.login import start_session
+
         begun = self._begun.channel(line) if self._begun else None
         if begun is not None:
             return begun
         for pause in (*CROWDED_S, None):
             try:
-                return start_session(connection, line)
+                return start_session(connection.transport, line)
             except (paramiko.SSHException, OSError, EOFError) as error:
                 if not _refused_a_session(error) or not connection.transport.is_active():
                     raise self.lost(error) from None
@@ -215,6 +211,8 @@ class HostConnection:
         route = begun.route() if begun else find_route(self.host)
         import paramiko
 
+        from orchestrator.login import dial
+
         try:
             return begun.connection() if begun else dial(route, self.host.name)
         except paramiko.AuthenticationException as error:
@@ -241,106 +239,8 @@ def _close(connection: Connection | str | None) -> None:
         connection = connection.gateway
 
 
-def dial(route: Route, name: str, secret: str | None = None) -> Connection:
-    """An open connection.
-
-    :raises Exception: paramiko's or the system's: :func:`refusal` tells what it means.
-    """
-    # Without a handler, logging's last resort would print paramiko's tracebacks on stderr.
-    logging.getLogger("paramiko").addHandler(logging.NullHandler())
-    connection = make_connection(route, name, secret)
-    try:
-        connection.open()
-    except Exception as error:
-        # Of a handshake that was too slow paramiko says so too.
-        transport = connection.client.get_transport()
-        if str(error) != "No existing session" or transport is None or transport.is_active():
-            raise
-        raise EOFError from error
-    return connection
-
-
-def start_session(connection: Connection, line: str) -> paramiko.Channel:
-    """``line`` in the host's shell."""
-    channel: paramiko.Channel = connection.transport.open_session(
-        window_size=WINDOW, timeout=CONNECT_S
-    )
-    channel.exec_command(line)
-    return channel
-
-
-def make_connection(route: Route, name: str, secret: str | None = None) -> Connection:
-    """fabric's connection for a route and its gateways, not yet opened, host keys guarded.
-
-    :param name: the host as the user knows it, for messages.
-    """
-    from fabric import Config, Connection
-    from paramiko import SSHConfig
-
-    from orchestrator import host_keys
-
-    check_identities(route, name)
-    settings: dict[str, Any] = {
-        "key_filename": [str(path) for path in route.identities],
-        "allow_agent": route.use_agent,
-        "look_for_keys": False,
-        "banner_timeout": CONNECT_S,
-        "auth_timeout": CONNECT_S,
-        "channel_timeout": CONNECT_S,
-        "transport_factory": make_transport,
-    }
-    if secret is not None:
-        settings["password"] = secret
-    gateway: Connection | str | None = None
-    if route.gateway is not None:
-        gateway = make_connection(route.gateway, name)
-    elif route.proxy_command is not None:
-        gateway = route.proxy_command
-    connection = Connection(
-        host=route.hostname,
-        user=route.user,
-        port=route.port,
-        gateway=gateway,
-        connect_timeout=CONNECT_S,
-        connect_kwargs=settings,
-        # An empty SSHConfig: the route is already OpenSSH's own reading of the files. Lazy: a
-        # ~/.fabric.yaml must not change what this tool does.
-        config=Config(ssh_config=SSHConfig(), lazy=True),
-    )
-    host_keys.guard(connection.client, route, name)
-    return connection
-
-
-def make_transport(sock: Any, **options: Any) -> paramiko.Transport:
-    """paramiko's own, with its ciphers in another order.
-
-    It puts AES-GCM last, behind CBC. As OpenSSH's first choices do, GCM authenticates in the same
-    pass: 100 MB cost 0.16 s of the processor up and 0.13 s down; with CTR and HMAC 0.26 and 0.25 s.
-    """
-    import paramiko
-
-    if isinstance(sock, socket.socket):
-        # Of two small messages in a row Nagle holds back the second until the far side has
-        # acknowledged the first, which it puts off by 40 ms: half of a login on a near host.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    transport = paramiko.Transport(sock, **options)
-    security = transport.get_security_options()
-    security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "gcm" not in name))
-    return transport
-
-
 CUTS = (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 CUT_WORDS = ("saw EOF", "Negotiation failed", "Server connection dropped")
-
-
-def check_identities(route: Route, name: str) -> None:
-    for path in route.identities:
-        if not path.is_file():
-            raise AuthenticationFailed(
-                f"the key file {path} does not exist",
-                next_step="correct `identity_file` of the host in the inventory",
-                host=name,
-            )
 
 
 def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:

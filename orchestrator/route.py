@@ -17,6 +17,7 @@ from typing import Protocol
 from orchestrator.errors import HostUnreachable, UsageError
 from orchestrator.laptop_path import laptop_path
 
+CONNECT_S = 10
 # A jump host may itself be reached through one; more than this is a circle.
 MAX_HOPS = 8
 

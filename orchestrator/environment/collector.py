@@ -2,8 +2,8 @@
 
 Sent as text (``python -c``), so it stands alone: standard library of Python 3.10, nothing of ours.
 It never imports torch (2–5 s, and a CUDA context on some builds); versions are read from the
-installed metadata and from ``torch/version.py``. With an argument ``FILE`` it goes to the
-background and writes there instead, by rename, so that a launch does not wait for it.
+installed metadata and from ``torch/version.py``. With an argument ``FILE`` it leaves the caller's
+process group and writes there instead, by rename.
 """
 
 from __future__ import annotations
@@ -240,19 +240,9 @@ def write(path: str, text: str) -> None:
     os.replace(temporary, path)
 
 
-def to_background() -> None:
-    """Leave the caller's process group and streams, so that nobody waits for this."""
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
-
-
 def main(arguments: list[str]) -> None:
     if arguments:
-        to_background()
+        os.setsid()
         write(arguments[0], json.dumps(collect()))
     else:
         print(json.dumps(collect()))

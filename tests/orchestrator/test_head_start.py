@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,17 @@ def test_an_entry_of_another_version_is_as_none(laptop: Laptop) -> None:
 
 def test_only_its_owner_reads_it(laptop: Laptop) -> None:
     assert laptop.paths.ways.stat().st_mode & 0o777 == 0o600
+
+
+def test_paramiko_is_there_before_fabric_and_what_it_brings() -> None:
+    lines = (
+        "import sys",
+        "from orchestrator.head_start import _import_paramiko",
+        "_import_paramiko()",
+        "assert 'paramiko' in sys.modules and 'invoke' not in sys.modules",
+        "from orchestrator.login import log_in",
+        "assert 'invoke' not in sys.modules",
+        "from fabric import Config, Connection",
+        "Connection('somewhere', config=Config(lazy=True))",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from orchestrator.environment import collector
 from orchestrator.environment.compare import compare, faults, numbers, worst
 from orchestrator.environment.lock import Environment, parse, read_lock
+from orchestrator.environment.remote import IN_BACKGROUND, collector_argv
 from orchestrator.environment.sync import plan
 from orchestrator.errors import NotFoundError, RefusedError, UsageError
 
@@ -72,7 +73,7 @@ def test_the_collector_runs_alone_and_tells_this_interpreters_packages() -> None
 
 def test_in_the_background_it_writes_a_private_file_by_rename(tmp_path: Path) -> None:
     target = tmp_path / "environment.json"
-    subprocess.run([sys.executable, "-c", SOURCE, str(target)], check=True)
+    subprocess.run([*IN_BACKGROUND, *collector_argv(sys.executable, str(target))], check=True)
     deadline = time.monotonic() + 60
     while not target.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
