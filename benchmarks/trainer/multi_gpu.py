@@ -8,7 +8,7 @@ Parts, in this order: warm (one process compiles everything once into a cache th
 share), threads, processes (the same split), small and small threads (the small shape), losses
 (every executor against one GPU), failure (a stage that raises), killed (a rank), real (SmolLM2
 itself on data it writes, killed and resumed), copies (P2P against host), gradients (the sum over
-drafters).
+drafters), overlap and overlap ranks (that sum beside backward, in threads and in processes).
 Parts in several calls share what was compiled with ``--cache FOLDER``.
 
 Each figure is printed when it is known and, with ``BENCHMARK_OUT``, appended to ``multi_gpu.jsonl``
@@ -40,6 +40,7 @@ from measure import (
     together,
     watch_part,
 )
+from overlap import run_overlap, run_overlap_rank
 from real_run import TARGET, run_real
 from workload import Workload
 
@@ -64,6 +65,8 @@ LIMITS = {
     "real": 120,
     "copies": 30,
     "gradients": 30,
+    "overlap": 100,
+    "overlap ranks": 80,
 }
 """Seconds of each part. What one leaves over is the others'."""
 
@@ -119,7 +122,8 @@ def gradients(devices: list[str], elements: int) -> None:
         pulse = board.pulse(f"drafter {party}")
         for i in range(4):
             began = time.perf_counter()
-            adder.add(party, device, [parts[party]], torch.ones(4, device=device), pulse)
+            adder.add(party, device, parts[party], pulse)
+            adder.end(party, device, pulse)
             settle(device)
             if party == 0 and i:
                 times.append(time.perf_counter() - began)
@@ -328,12 +332,12 @@ def run_failure(options: argparse.Namespace) -> None:
     stage = executor.drafters[-1].stage
     accumulate, calls, raised = stage.accumulate, [0], [0.0]
 
-    def broken(batch: Any, features: Any) -> Any:
+    def broken(batch: Any, features: Any, finished: Any = None) -> Any:
         calls[0] += 1
         if calls[0] == 7:
             raised[0] = time.perf_counter()
             raise Broken("on purpose")
-        return accumulate(batch, features)
+        return accumulate(batch, features, finished)
 
     stage.accumulate = broken  # type: ignore[method-assign]
     try:
@@ -395,10 +399,13 @@ def run_watched(
 def command_of(options: argparse.Namespace, part: str) -> list[str]:
     if part == "small threads":
         return [*me(options, "threads"), "--shape", options.small]
-    if part not in ("processes", "small", "killed"):
+    if part not in ("processes", "small", "killed", "overlap ranks"):
         return me(options, part)
-    launcher = ["-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(sum(options.split))]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    if part == "overlap ranks":
+        python, *rank = me(options, "overlap rank")
+        return [python, *launcher, "2", *rank]
+    launcher += [str(sum(options.split))]
     python, *rank = me(options, "rank")
     more = {
         "processes": [],
@@ -434,6 +441,8 @@ def run_here(options: argparse.Namespace) -> None:
         "rank": run_rank,
         "losses": run_losses,
         "failure": run_failure,
+        "overlap": run_overlap,
+        "overlap rank": run_overlap_rank,
     }
     parts[options.part](options)
 

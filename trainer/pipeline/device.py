@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 
-def enter_device(device: torch.device, others: Sequence[torch.device]) -> None:
-    """Make this thread's streams. They last as long as the thread."""
+def enter_device(device: torch.device, others: Sequence[torch.device], priority: int = 0) -> None:
+    """Make this thread's streams. They last as long as the thread. ``priority``: below 0, their
+    kernels go before those of other streams that wait for room."""
     cuda = {d for d in (*others, device) if d.type == "cuda"}
     for each in cuda:
-        torch.cuda.set_stream(torch.cuda.Stream(each))
+        torch.cuda.set_stream(torch.cuda.Stream(each, priority))
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

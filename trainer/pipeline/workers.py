@@ -41,6 +41,9 @@ class Reply(Generic[T]):
 
 
 class Worker(threading.Thread):
+    priority = 0
+    """Of its streams."""
+
     def __init__(
         self,
         name: str,
@@ -68,7 +71,7 @@ class Worker(threading.Thread):
         self.pulse.thread = threading.get_ident()
         lock = self._compile_lock
         try:
-            enter_device(self.device, self._devices)
+            enter_device(self.device, self._devices, self.priority)
             with lock.thread() if lock is not None else nullcontext():
                 while True:
                     self.board.wait(lambda: bool(self._tasks), self.pulse, "waiting for work")
@@ -164,6 +167,8 @@ class SumWorker(Worker):
     on, on streams of its own. All drafters' buckets come in one order, so these threads meet over
     the same bucket each time; the drafters' own never wait inside a backward pass."""
 
+    priority = -1
+    """Its kernels are short and all drafters wait for them; backward's fill the device."""
     buckets: list[Tensor]
 
     def follow(self, party: int, adder: GradientSum) -> None:
