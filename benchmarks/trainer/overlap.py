@@ -1,0 +1,173 @@
+"""The sum of two drafters' gradients after a step's backward pass, and beside it.
+
+Parts ``overlap`` (threads) and ``overlap ranks`` (processes) of ``multi_gpu.py``: two drafters, a
+device each, features at hand, no target; one microbatch a step, so that nothing else hides the sum.
+Steps are timed without a sum, with one after backward, and with one beside it, in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import figure, settle
+from torch import Tensor
+from workload import Workload
+
+from trainer.pipeline.allreduce import AllReduce
+from trainer.pipeline.board import Board, Halted
+from trainer.pipeline.reduce import GradientSum, fingerprint
+from trainer.pipeline.stages import DrafterStage
+from trainer.pipeline.workers import DrafterWorker, SumWorker
+
+MODES = ("no sum", "after", "beside")
+ROUNDS = 3
+"""Of each mode in turn; the fastest counts, for what else a machine does only adds."""
+WARM = 1
+
+Finished = Callable[[int], None]
+Rest = Callable[[Tensor], None]
+
+
+class Steps:
+    """One drafter's steps on random features."""
+
+    def __init__(self, load: Workload, stage: DrafterStage, count: int) -> None:
+        self.load, self.stage, self.count = load, stage, count
+        shape = (*load.batches.shape[:2], load.drafter_config.feature_size)
+        dtype = stage.gradients()[0].dtype
+        self.features = torch.randn(shape, device=stage.device).to(dtype)
+
+    def warm_up(self) -> None:
+        self.stage.accumulate(self.load.batches(0, 0), self.features)
+        self.stage.discard()
+        settle(self.stage.device)
+
+    def seconds(self, finished: Finished | None = None, rest: Rest | None = None) -> float:
+        """Of a step; both null: without a sum."""
+        for index in range(WARM + self.count):
+            if index == WARM:
+                settle(self.stage.device)
+                began = time.perf_counter()
+            sums = self.stage.accumulate(self.load.batches(index, 0), self.features, finished)
+            if rest is not None:
+                rest(sums)
+            self.stage.update(0, sums)
+        settle(self.stage.device)
+        return (time.perf_counter() - began) / self.count
+
+    def summed(self, finished: Finished, rest: Rest) -> tuple[int, ...]:
+        """Fingerprint of the gradients after a sum beside backward."""
+        rest(self.stage.accumulate(self.load.batches(0, 0), self.features, finished))
+        found = fingerprint(self.stage.gradients())
+        self.stage.discard()
+        return found
+
+
+def modes(finished: Finished, rest: Rest) -> dict[str, tuple[Finished | None, Rest | None]]:
+    return dict(zip(MODES, ((None, None), (None, rest), (finished, rest)), strict=True))
+
+
+def tell(found: dict[str, list[float]], buckets: list[Tensor]) -> None:
+    figure("buckets", len(buckets))
+    figure("largest bucket MB", max(b.nbytes for b in buckets) / 1e6)
+    none, after, beside = (min(found[mode]) * 1e3 for mode in MODES)
+    figure("step without a sum ms", none)
+    figure("step, sum after backward ms", after)
+    figure("step, sum beside backward ms", beside)
+    figure("sum exposed: after, beside ms", [round(after - none, 3), round(beside - none, 3)])
+    if after > none:
+        figure("hidden", (after - beside) / (after - none))
+
+
+def run_overlap(options: Any) -> None:
+    load = Workload(options.shape, 2)
+    places = [torch.device(options.devices[i]) for i in (0, -1)]
+    board = Board(load.event)
+    adder = GradientSum(board, 2)
+    drafters = [
+        DrafterWorker(f"drafter {i}", d, places, board, load.lock) for i, d in enumerate(places)
+    ]
+    try:
+        for i, drafter in enumerate(drafters):
+            drafter.summer = SumWorker(f"sum {i}", drafter.device, places, board, load.lock)
+            drafter.summer.follow(i, adder)
+            drafter.summer.start()
+            drafter.start()
+        measure_threads(load, drafters, options.steps)
+    except Halted:
+        board.raise_failure()
+    finally:
+        board.close()
+
+
+def measure_threads(load: Workload, drafters: list[DrafterWorker], count: int) -> None:
+    began = time.perf_counter()
+    steps = []
+    for drafter in drafters:
+        drafter.post(drafter.build, load.make_drafter).get()
+        steps.append(drafter.post(Steps, load, drafter.stage, count).get())
+        drafter.post(steps[-1].warm_up).get()
+    figure("built and compiled s", time.perf_counter() - began)
+
+    def together(act: Callable[[Steps, DrafterWorker], Any]) -> list[Any]:
+        replies = [d.post(act, s, d) for s, d in zip(steps, drafters, strict=True)]
+        return [reply.get() for reply in replies]
+
+    def ways(drafter: DrafterWorker) -> tuple[Finished, Rest]:
+        summer = drafter.summer
+        assert summer is not None
+        return summer.finished, lambda sums: drafter._await_sum(0, summer, sums)
+
+    figure("equal", len(set(together(lambda s, d: s.summed(*ways(d))))) == 1)
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for _ in range(ROUNDS):
+        for mode in MODES:
+            found[mode].append(max(together(lambda s, d, m=mode: s.seconds(*modes(*ways(d))[m]))))
+    first = drafters[0].summer
+    assert first is not None
+    tell(found, first.buckets)
+    whole = drafters[-1].post(alone, load, drafters[-1].device, count).get()
+    figure("step of one drafter, compiled as one call, ms", whole * 1e3)
+
+
+def alone(load: Workload, device: torch.device, count: int) -> float:
+    """A drafter that is the only one: no hooks, its forward pass one compiled call."""
+    steps = Steps(load, load.make_drafter(device), count)
+    steps.warm_up()
+    return min(steps.seconds() for _ in range(ROUNDS))
+
+
+def run_overlap_rank(options: Any) -> None:
+    """One of two ranks under torchrun."""
+    load = Workload(options.shape, 2)
+    rank = int(os.environ["RANK"])
+    device = torch.device(options.devices[(0, -1)[rank]])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    began = time.perf_counter()
+    with load.lock.thread():
+        stage = load.make_drafter(device)
+        buckets = stage.buckets()
+        summing = AllReduce(buckets, dist.group.WORLD, device)
+        steps = Steps(load, stage, options.steps)
+        steps.warm_up()
+        prints: list[Any] = [None, None]
+        dist.all_gather_object(prints, steps.summed(summing.finished, summing.rest))
+        if rank == 0:
+            figure("built and compiled s", time.perf_counter() - began)
+            figure("equal", prints[0] == prints[1])
+        found: dict[str, list[float]] = {mode: [] for mode in MODES}
+        for _ in range(ROUNDS):
+            for mode, ways in modes(summing.finished, summing.rest).items():
+                seconds: list[Any] = [None, None]
+                dist.all_gather_object(seconds, steps.seconds(*ways))
+                found[mode].append(max(seconds))
+        if rank == 0:
+            tell(found, buckets)
+    dist.destroy_process_group()
