@@ -23,9 +23,11 @@ def enter_rank(rank: int, world: int, port: int) -> None:
     )
 
 
-def run_ranks(function: Any, *more: Any, world: int = 4, answers: int | None = None) -> list[Any]:
+def run_ranks(
+    function: Any, world: int = 4, *, more: tuple[Any, ...] = (), answers: int | None = None
+) -> list[Any]:
     """What each rank put, by rank; called with (rank, port, queue, *more). ``answers``: how many
-    of them will, if not all."""
+    will, if not all."""
     context = multiprocessing.get_context("forkserver")
     # One import for all of them.
     context.set_forkserver_preload(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,26 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ranks import enter_rank, run_ranks  # noqa: E402
-from tiny_job import make_sharded, make_target, tiny_job, tiny_plan  # noqa: E402
+from tiny_job import (  # noqa: E402
+    drafter_config,
+    frozen_target,
+    make_sharded,
+    make_target,
+    tiny_job,
+    tiny_plan,
+    train_config,
+)
 
 from trainer.checkpoint import Loaded  # noqa: E402
 from trainer.compile_lock import CompileLock  # noqa: E402
+from trainer.drafter.by_layer import compile_parts  # noqa: E402
+from trainer.head_loss import fast_head_loss  # noqa: E402
+from trainer.objective import FrozenTarget  # noqa: E402
 from trainer.pipeline.inline import InlineExecutor  # noqa: E402
 from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor  # noqa: E402
 from trainer.pipeline.stages import Sums  # noqa: E402
-from trainer.sharded import KINDS, compile_parts  # noqa: E402
+from trainer.replica import DrafterReplica  # noqa: E402
+from trainer.sharded import KINDS, ShardedDrafter  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -77,13 +90,10 @@ def sharded_plan(targets: int, drafters: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference() -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-    """(losses, the state after half of the steps, and after all)."""
+def reference() -> tuple[list[float], dict[str, Any]]:
+    """(losses, the state after all steps)."""
     executor = alone()
-    half = STEPS // 2
-    first = losses(executor, 0, half)
-    middle = executor.state()
-    return first + losses(executor, half, STEPS), middle, executor.state()
+    return losses(executor, 0, STEPS), executor.state()
 
 
 def same(mine: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -102,33 +112,53 @@ def train_rank(rank: int, port: int, out: Any, targets: int, drafters: int, fold
     enter_rank(rank, targets + drafters, port)
     executor = ProcessesExecutor(the_job(), sharded_plan(targets, drafters))
     executor.start()
-    found = losses(executor, 0, STEPS)
+    half = STEPS // 2
+    found = losses(executor, 0, half)
+    middle = executor.state()
+    found += losses(executor, half, STEPS)
     state = executor.state()
     held = 0
     if not executor.place.is_target:
         masters = executor.part.stage.optimizer.kinds["master"].values()
         held = sum(part.to_local().numel() for part in masters)
     if state:
-        torch.save(state, f"{folder}/state.pt")
+        torch.save(middle, f"{folder}/middle.pt")
+        torch.save(state, f"{folder}/end.pt")
     executor.close()
     out.put((rank, found, bool(state), held))
 
 
+Trained = Callable[[int, int], tuple[list[Any], Path]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """(targets, drafters) → what each rank says, and the folder of their states; run once."""
+
+    @cache
+    def train(targets: int, drafters: int) -> tuple[list[Any], Path]:
+        folder = tmp_path_factory.mktemp("states")
+        more = (targets, drafters, str(folder))
+        return run_ranks(train_rank, targets + drafters, more=more), folder
+
+    return train
+
+
 @pytest.mark.parametrize(("targets", "drafters"), [(2, 2), (1, 3)])
 def test_shards_train_as_one_whole_drafter_does(
-    reference: Any, tmp_path: Path, targets: int, drafters: int
+    reference: Any, trained: Trained, targets: int, drafters: int
 ) -> None:
     """With a drafter that gets no valid anchor, a step without any, and one that is not finite. By
     three no tensor of the drafter can be divided evenly."""
-    answers = run_ranks(train_rank, targets, drafters, str(tmp_path), world=targets + drafters)
-    expected, _, whole = reference
+    answers, folder = trained(targets, drafters)
+    expected, whole = reference
     leader = targets
     for _, found, *_ in answers[leader:]:
         assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
     assert [has_state for _, _, has_state, _ in answers] == [
         rank == leader for rank in range(targets + drafters)
     ]
-    state = torch.load(tmp_path / "state.pt")
+    state = torch.load(folder / "end.pt")
     assert state["skipped"] == whole["skipped"] == 1
     for kind in KINDS:
         assert state[kind].keys() == whole[kind].keys()
@@ -140,17 +170,62 @@ def test_shards_train_as_one_whole_drafter_does(
     assert max(held) < 1.2 * sum(held) / drafters
 
 
+def dflash2_settings() -> dict[str, Any]:
+    """Of either stage: a selector, which reads weights after the forward pass, and bfloat16."""
+    config = train_config(SLOTS)
+    bf16 = config.optimization.model_copy(update={"dtype": "bfloat16"})
+    device = torch.device("cpu")
+    frozen = frozen_target(device)
+    return {
+        "config": config.model_copy(update={"optimization": bf16}),
+        "drafter_config": drafter_config(dflash2={}),
+        "frozen": FrozenTarget(frozen.embedding.bfloat16(), frozen.head.bfloat16()),
+        "steps": 100,
+        "device": device,
+        "head_loss": fast_head_loss(device),
+    }
+
+
+def dflash2_rank(rank: int, port: int, out: Any) -> None:
+    enter_rank(rank, 3, port)
+
+    def sharded(device: Any, group: Any) -> Any:
+        return ShardedDrafter(**dflash2_settings(), group=group)
+
+    executor = ProcessesExecutor(the_job(sharded=sharded), sharded_plan(1, 2))
+    executor.start()
+    found = losses(executor, 0, STEPS)
+    kinds = {part.dtype for part in executor.state().get("master", {}).values()}
+    executor.close()
+    out.put((rank, found, kinds))
+
+
+def test_a_selector_and_bfloat16_train_in_shards_too() -> None:
+    answers = run_ranks(dflash2_rank, 3)
+    whole = InlineExecutor(
+        the_job(drafter=lambda device: DrafterReplica(**dflash2_settings())), torch.device("cpu")
+    )
+    whole.start()
+    expected = losses(whole, 0, STEPS)
+    for _, found, _ in answers[1:]:
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        assert found == pytest.approx(expected, rel=5e-3, nan_ok=True)
+    assert answers[1][2] == {torch.float32}
+
+
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def resume_rank(rank: int, port: int, out: Any, path: str, after: str) -> None:
+def resume_rank(rank: int, port: int, out: Any, folder: str) -> None:
+    """The second half of the steps, and whether it began and ended with the same bits."""
     enter_rank(rank, 4, port)
     executor = ProcessesExecutor(the_job(), sharded_plan(1, 3))
     executor.start()
     half = STEPS // 2
 
     def read() -> Loaded:
-        return Loaded(Path(path), half, torch.load(path), 1.5)
+        path = Path(folder, "middle.pt")
+        return Loaded(path, half, torch.load(path), 1.5)
 
     done = executor.resume(read)
     given = executor.state()
@@ -158,25 +233,27 @@ def resume_rank(rank: int, port: int, out: Any, path: str, after: str) -> None:
     state = executor.state()
     equal = None
     if executor.place.leads:
-        equal = same(given, torch.load(path))
-        torch.save(state, after)
+        end = torch.load(Path(folder, "end.pt"))
+        equal = same(given, read().state), same(state, end)
     executor.close()
     out.put((rank, done, equal, found))
 
 
-def test_a_state_goes_from_whole_to_shards_and_back(reference: Any, tmp_path: Path) -> None:
-    expected, middle, _ = reference
-    before, after = tmp_path / "before.pt", tmp_path / "after.pt"
-    torch.save(middle, before)
-    answers = run_ranks(resume_rank, str(before), str(after))
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(trained: Trained) -> None:
+    before, folder = trained(1, 3)
+    answers = run_ranks(resume_rank, more=(str(folder),))
     assert all(done == (STEPS // 2, 1.5) for _, done, *_ in answers)
-    assert answers[1][2] is True
-    for *_, found in answers[1:]:
-        assert found == pytest.approx(expected[STEPS // 2 :], rel=1e-5, nan_ok=True)
+    assert answers[1][2] == (True, True)
+    for (*_, found), (_, losses_before, *_) in zip(answers[1:], before[1:], strict=True):
+        assert found == pytest.approx(losses_before[STEPS // 2 :], rel=0, abs=0, nan_ok=True)
 
+
+def test_a_whole_drafter_goes_on_where_shards_ended(trained: Trained) -> None:
+    _, folder = trained(1, 3)
+    end = torch.load(folder / "end.pt")
     back, on = alone(), alone()
-    back.load(torch.load(after))
-    assert same(back.state(), torch.load(after))
+    back.load(end)
+    assert same(back.state(), end)
     losses(on, 0, STEPS)
     assert losses(back, STEPS, STEPS + 2) == pytest.approx(losses(on, STEPS, STEPS + 2), rel=1e-5)
 
@@ -205,7 +282,7 @@ def compiled_rank(rank: int, port: int, out: Any) -> None:
 
 
 def test_each_part_is_compiled_once_before_the_first_step(reference: Any) -> None:
-    answers = run_ranks(compiled_rank, world=3)
+    answers = run_ranks(compiled_rank, 3)
     for _, found, compiles, recompiles, eager in answers[1:]:
         assert found == pytest.approx(reference[0], rel=1e-4, nan_ok=True)
         # Two layers, the context, the norm.
@@ -240,7 +317,7 @@ def broken_rank(rank: int, port: int, out: Any, how: str) -> None:
 
 
 def test_all_name_the_drafter_that_failed_first() -> None:
-    answers = run_ranks(broken_rank, "raises")
+    answers = run_ranks(broken_rank, more=("raises",))
     assert answers[3][1:3] == ("RuntimeError", "the second drafter broke")
     for _, kind, text in answers[:3]:
         assert kind == "PeerFailedError"
@@ -248,7 +325,7 @@ def test_all_name_the_drafter_that_failed_first() -> None:
 
 
 def test_a_killed_drafter_ends_all() -> None:
-    answers = run_ranks(broken_rank, "killed", answers=3)
+    answers = run_ranks(broken_rank, more=("killed",), answers=3)
     assert [rank for rank, *_ in answers] == [0, 1, 2]
     assert {kind for _, kind, _ in answers} == {"PeerFailedError"}
     assert all("a rank went away" in text for _, _, text in answers)

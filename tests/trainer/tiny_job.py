@@ -39,9 +39,9 @@ def target_config() -> Any:
     )
 
 
-def drafter_config() -> DrafterConfig:
+def drafter_config(**overrides: Any) -> DrafterConfig:
     return DrafterConfig.for_target(
-        target_config(), mask_token_id=VOCABULARY - 1, num_layers=2, block_size=BLOCK
+        target_config(), mask_token_id=VOCABULARY - 1, num_layers=2, block_size=BLOCK, **overrides
     )
 
 
@@ -112,14 +112,18 @@ def make_target(device: torch.device, *, cuda_graph: bool = False) -> TargetStag
     return TappedTarget(freeze(model).to(device), layers, device, cuda_graph=cuda_graph)
 
 
-def make_drafter(device: torch.device, microbatches: int = 4) -> DrafterStage:
+def frozen_target(device: torch.device) -> FrozenTarget:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         frozen = frozen_weights(AutoModelForCausalLM.from_config(target_config()))
+    return FrozenTarget(frozen.embedding.to(device), frozen.head.to(device))
+
+
+def make_drafter(device: torch.device, microbatches: int = 4) -> DrafterStage:
     return DrafterReplica(
         train_config(microbatches),
         drafter_config(),
-        FrozenTarget(frozen.embedding.to(device), frozen.head.to(device)),
+        frozen_target(device),
         100,
         device,
         head_loss=fast_head_loss(device),
@@ -130,13 +134,10 @@ def make_sharded(
     device: torch.device, group: torch.distributed.ProcessGroup, microbatches: int = 4
 ) -> ShardedDrafter:
     """The same drafter, held by all of ``group`` together."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        frozen = frozen_weights(AutoModelForCausalLM.from_config(target_config()))
     return ShardedDrafter(
         train_config(microbatches),
         drafter_config(),
-        FrozenTarget(frozen.embedding.to(device), frozen.head.to(device)),
+        frozen_target(device),
         100,
         device,
         group,

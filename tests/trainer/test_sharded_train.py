@@ -1,0 +1,92 @@
+"""Whole runs whose drafters hold one together, by command under torchrun; on a CPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from test_pipeline_train import (  # noqa: E402
+    STEPS,
+    TORCHRUN,
+    events,
+    finish,
+    rank_process,
+    run,
+    start,
+    steps,
+    write_config,
+)
+from tiny_target import save_target, write_chats  # noqa: E402
+from warm_trainer import Trainer, wait_for  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+SHARDED = {"executor": "processes", "targets": 1, "drafters": 2, "shard_drafters": True}
+EVALUATED = {"count": 2, "max_new_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    save_target(folder / "target")
+    write_chats(folder / "chats.jsonl", 40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> list[float | None]:
+    """Losses of a run with one whole drafter, whose checkpoints are all kept."""
+    run(config(home, "whole"))
+    return [line.loss for line in steps(home / "whole")]
+
+
+def config(home: Path, name: str, **changes: Any) -> Path:
+    return write_config(home, name, checkpoint={"every": 20, "keep_every": 20}, **changes)
+
+
+def hand_over(home: Path, giver: str, taker: str, step: int) -> None:
+    """Nothing but one checkpoint of one run, as the start of another."""
+    name = f"step-{step:08d}"
+    shutil.copytree(home / giver / "checkpoints" / name, home / taker / "checkpoints" / name)
+
+
+def test_a_run_goes_from_whole_to_shards_is_killed_goes_back_and_is_exported(
+    home: Path, whole: list[float | None]
+) -> None:
+    hand_over(home, "whole", "shards", 20)
+    folder = home / "shards"
+    process = start(
+        config(home, "shards", pipeline=SHARDED, evaluation=EVALUATED),
+        *(*TORCHRUN[:-1], "3", "--max-restarts", "1"),
+    )
+    wait_for(lambda: (folder / "checkpoints" / "step-00000040").exists())
+    # The drafter that does not write.
+    os.kill(rank_process(process.pid, "2"), signal.SIGKILL)
+    said = finish(process)
+    assert process.returncode == 0, said
+    assert "resumed step-00000020" in said
+    losses = {line.step: line.loss for line in steps(folder)}
+    assert [losses[i + 1] for i in range(20, STEPS)] == pytest.approx(whole[20:], rel=1e-4)
+    seen = events(folder)
+    # Every checkpoint was measured on held-out samples, and the best decoded at the end.
+    assert seen.count("resumed") == 2 and "validating" in seen and seen[-1] == "finished"
+    assert (folder / "checkpoints" / "best").is_symlink()
+    assert "tau" in said and "as one of 2 shards (so it is here)" in said
+
+    hand_over(home, "shards", "again", 100)
+    assert "resumed step-00000100" in run(config(home, "again"))
+    losses = {line.step: line.loss for line in steps(home / "again")}
+    assert [losses[i + 1] for i in range(100, STEPS)] == pytest.approx(whole[100:], rel=1e-4)
+
+    checkpoint = folder / "checkpoints" / f"step-{STEPS:08d}"
+    with Trainer(home / "export.log", "export", checkpoint, home / "exported") as export:
+        assert export.wait() == 0, export.said()
+    assert (home / "exported" / "model.safetensors").is_file()
