@@ -69,6 +69,32 @@ def test_what_does_not_fit_the_target_is_named_with_both_values(
     assert says in message(home, **changes)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "optimization", "says"),
+    [
+        ({}, {}, "executor is 'inline': set it to processes"),
+        ({"executor": "threads"}, {}, "executor is 'threads': set it to processes"),
+        (
+            {"executor": "processes", "cuda_graph": True},
+            {},
+            "which no cuda_graph records; leave out one of them",
+        ),
+        (
+            {"executor": "processes"},
+            {"optimizer": "muon"},
+            "optimizer muon needs whole matrices, and under pipeline.shard_drafters no drafter has"
+            " one; use adamw",
+        ),
+        ({"executor": "processes"}, {"fp8": "head+mlp"}, "use fp8: head, or leave out shard_draft"),
+    ],
+)
+def test_what_shards_cannot_do_is_refused_with_the_way_out(
+    home: Path, pipeline: dict[str, Any], optimization: dict[str, Any], says: str
+) -> None:
+    sharded = {**pipeline, "shard_drafters": True}
+    assert says in message(home, pipeline=sharded, optimization=optimization)
+
+
 def test_several_problems_come_in_one_message(home: Path) -> None:
     text = message(home, optimization={"rows": 0, "clop": 1.0})
     assert "optimization.rows" in text

@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 
 from trainer.config import PipelineConfig
 from trainer.drafter.config import DrafterConfig
+from trainer.outlook import node_count
 from trainer.pipeline.costs import (
     TargetShape,
     Work,
@@ -199,6 +200,72 @@ def test_too_little_memory() -> None:
     small = [Device(f"cuda:{i}", "NVIDIA A100", int(16e9)) for i in range(2)]
     error = refusal({"targets": 1, "drafters": 1}, devices=small, rows=2)
     assert "cuda:0 would need about" in error.what and "has 16.0 GB" in error.what
+
+
+CARDS = [Device(f"cuda:{i}", "NVIDIA GeForce RTX 4090", int(24e9)) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("executor", "step"),
+    [
+        ("processes", "set pipeline.shard_drafters: true; the 3 drafters then hold one together"),
+        ("threads", "set pipeline.executor: processes and pipeline.shard_drafters: true; the 3 dr"),
+    ],
+)
+def test_a_drafter_too_large_as_a_whole_is_shown_the_way_to_shards(
+    executor: str, step: str
+) -> None:
+    options = {"executor": executor, "targets": 1, "drafters": 3}
+    error = refusal(options, microbatches=3, devices=CARDS)
+    assert "cuda:1 would need about 26.0 GB for drafter 0 and has 24.0 GB" in error.what
+    assert error.next_step.startswith(step) and "cuda:1 needs about 18.8 GB" in error.next_step
+
+
+def test_shards_are_not_advised_where_they_would_not_fit_either() -> None:
+    cards = [Device(d.name, d.model, int(17e9)) for d in CARDS]
+    error = refusal({"executor": "processes", "targets": 1, "drafters": 3}, 3, devices=cards)
+    assert error.next_step.startswith("lower optimization.rows")
+
+
+def test_one_drafter_cannot_be_held_together() -> None:
+    options = {"executor": "processes", "targets": 1, "drafters": 1, "shard_drafters": True}
+    error = refusal(options)
+    assert "several drafters hold one together, and there is one" in error.what
+    assert "ask for more by pipeline.drafters, or leave out shard_drafters" in error.next_step
+    # The other node has one too.
+    assert make_plan(pipeline(**options), work(QWEN3_8B), EIGHT, nodes=2).sharded
+
+
+def test_the_table_shows_what_a_drafter_needs_both_ways() -> None:
+    options = {"executor": "processes", "targets": 1, "drafters": 2}
+    whole = make_plan(pipeline(**options), work(QWEN3_8B, 4), EIGHT, nodes=2)
+    shards = make_plan(pipeline(**options, shard_drafters=True), work(QWEN3_8B, 4), EIGHT, nodes=2)
+    ways = "a drafter: 26.0 GB as a replica{}, 17.4 GB as one of 4 shards{}"
+    assert ways.format(" (so it is here)", "") in whole.table()
+    assert ways.format("", " (so it is here)") in shards.table()
+    needed = {name: need for name, need, _ in shards.memory}
+    assert needed["cuda:1"] == pytest.approx(17.4e9, rel=0.01)
+    # Nothing is said where there is no choice.
+    assert "shards" not in make_plan(pipeline(), work(QWEN3_8B), EIGHT).table()
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes"),
+    [
+        ({}, 1),
+        ({"NNODES": "3"}, 3),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 2),
+    ],
+    ids=["alone", "launched", "under torchrun"],
+)
+def test_a_plan_knows_how_many_nodes_run_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], nodes: int
+) -> None:
+    for name in ("NNODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert node_count() == nodes
 
 
 def test_inline_is_one_and_one() -> None:
