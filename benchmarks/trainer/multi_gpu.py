@@ -8,7 +8,8 @@ Parts, in this order: warm (one process compiles everything once into a cache th
 share), threads, processes (the same split), small and small threads (the small shape), losses
 (every executor against one GPU), failure (a stage that raises), killed (a rank), real (SmolLM2
 itself on data it writes, killed and resumed), copies (P2P against host), gradients (the sum over
-drafters), overlap and overlap ranks (that sum beside backward, in threads and in processes).
+drafters), overlap and overlap ranks (that sum beside backward, in threads and in processes),
+sharded (a drafter held together by all devices, beside one whole on each).
 Parts in several calls share what was compiled with ``--cache FOLDER``.
 
 Each figure is printed when it is known and, with ``BENCHMARK_OUT``, appended to ``multi_gpu.jsonl``
@@ -42,6 +43,7 @@ from measure import (
 )
 from overlap import run_overlap, run_overlap_rank
 from real_run import TARGET, run_real
+from sharded import run_sharded_rank
 from workload import Workload
 
 from trainer.pipeline.board import Board
@@ -67,6 +69,7 @@ LIMITS = {
     "gradients": 30,
     "overlap": 100,
     "overlap ranks": 80,
+    "sharded": 80,
 }
 """Seconds of each part. What one leaves over is the others'."""
 
@@ -399,12 +402,15 @@ def run_watched(
 def command_of(options: argparse.Namespace, part: str) -> list[str]:
     if part == "small threads":
         return [*me(options, "threads"), "--shape", options.small]
-    if part not in ("processes", "small", "killed", "overlap ranks"):
+    if part not in ("processes", "small", "killed", "overlap ranks", "sharded"):
         return me(options, part)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     if part == "overlap ranks":
         python, *rank = me(options, "overlap rank")
         return [python, *launcher, "2", *rank]
+    if part == "sharded":
+        python, *rank = me(options, "sharded rank")
+        return [python, *launcher, str(len(options.devices)), *rank]
     launcher += [str(sum(options.split))]
     python, *rank = me(options, "rank")
     more = {
@@ -443,6 +449,7 @@ def run_here(options: argparse.Namespace) -> None:
         "failure": run_failure,
         "overlap": run_overlap,
         "overlap rank": run_overlap_rank,
+        "sharded rank": run_sharded_rank,
     }
     parts[options.part](options)
 

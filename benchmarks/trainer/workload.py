@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -26,6 +27,7 @@ from trainer.objective import FrozenTarget
 from trainer.pipeline.costs import TargetShape, Work
 from trainer.pipeline.stages import DrafterStage, Job, TargetStage
 from trainer.replica import DrafterReplica
+from trainer.sharded import ShardedDrafter
 from trainer.target import TappedTarget, compute_dtype, freeze
 
 
@@ -180,7 +182,14 @@ class Workload:
         )
 
     def job(self) -> Job:
-        return Job(self.batches, self.make_target, self.make_drafter, self.event, self.lock)
+        return Job(
+            self.batches,
+            self.make_target,
+            self.make_drafter,
+            self.event,
+            self.lock,
+            make_sharded=self.make_sharded,
+        )
 
     def make_target(self, device: torch.device) -> TargetStage:
         torch.manual_seed(0)
@@ -193,6 +202,12 @@ class Workload:
         return TappedTarget(freeze(model), layers, device, cuda_graph=recorded)
 
     def make_drafter(self, device: torch.device) -> DrafterStage:
+        return DrafterReplica(**self._stage(device))
+
+    def make_sharded(self, device: torch.device, group: ProcessGroup) -> DrafterStage:
+        return ShardedDrafter(**self._stage(device), group=group)
+
+    def _stage(self, device: torch.device) -> dict[str, Any]:
         if self._head is None:
             # From the CPU's generator: the same matrix on every device. Drawn once: at the 8B shape
             # it takes seconds.
@@ -200,14 +215,13 @@ class Workload:
             shape = (self.shape.target["vocab_size"], self.shape.target["hidden_size"])
             self._head = torch.empty(shape).normal_(0, 0.02, generator=random)
         matrix = self._head.to(device, compute_dtype("auto", device))
-        frozen = FrozenTarget(matrix, matrix)
-        return DrafterReplica(
-            self.config,
-            self.drafter_config,
-            frozen,
-            1000,
-            device,
-            head_loss=fast_head_loss(device),
-            compile_=self.lock.compile,
-            backward=self.lock.backward,
-        )
+        return {
+            "config": self.config,
+            "drafter_config": self.drafter_config,
+            "frozen": FrozenTarget(matrix, matrix),
+            "steps": 1000,
+            "device": device,
+            "head_loss": fast_head_loss(device),
+            "compile_": self.lock.compile,
+            "backward": self.lock.backward,
+        }
