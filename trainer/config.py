@@ -167,7 +167,8 @@ class PipelineConfig(Section):
     cuda_graph: bool = False
     """On a GPU: the target's forward pass, a drafter's microbatch and its update as one recorded
     graph each (``graphs.py``), for models so small that launching kernels costs more than they do.
-    Takes the memory of one feature slot more on each device. On a CPU nothing is recorded."""
+    Takes the memory of one feature slot more on each device; several drafters then sum gradients
+    after a microbatch, not beside its backward pass. On a CPU nothing is recorded."""
     shard_drafters: bool = False
     """With ``processes`` and several drafters, on one node or many: each holds a part of one
     drafter's masters, moments and gradients instead of a whole one, for drafters that do not fit

@@ -35,13 +35,23 @@ def test_the_slower_side_sets_the_pace(
     assert outcome.step_s == pytest.approx(step, rel=0.01)
 
 
-def test_update_and_gradient_sum_come_on_top_for_drafters() -> None:
+@pytest.mark.parametrize(
+    ("drafter", "exposed"),
+    [
+        (2.5, 2.0),  # backward hides 0.4 · 2.5 of it
+        (10.0, 0.36),  # it would hide all, but 0.12 of the gradient comes last
+    ],
+)
+def test_update_and_what_backward_does_not_hide_of_the_sum_come_on_top(
+    drafter: float, exposed: float
+) -> None:
     fabric = Fabric(gradient_bytes=10.0, inside=10.0, network=5.0)
     # 2·10·(1/2)/10 within a node, 2·10·(1/2)/5 between two nodes.
     assert fabric.sum_s(drafters=2, nodes=2) == pytest.approx(1.0 + 2.0)
-    outcome = simulate(Layout(2, 2, 2, 1), times(0.1, 3.0, update=1.0), fabric)
-    assert outcome.step_s == pytest.approx(3.0 + 1.0 + 3.0)
-    assert outcome.sum_share == pytest.approx(3.0 / 7.0)
+    outcome = simulate(Layout(2, 2, 2, 1), times(0.1, drafter, update=1.0), fabric)
+    step = drafter + 1.0 + exposed
+    assert outcome.step_s == pytest.approx(step)
+    assert outcome.sum_share == pytest.approx(exposed / step)
 
 
 def test_deeper_rings_absorb_spread() -> None:

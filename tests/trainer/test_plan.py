@@ -160,6 +160,15 @@ def test_the_table_shows_each_device_its_part_memory_and_cost() -> None:
     assert "context tok/s at most (counted costs)" in text
 
 
+def test_graphs_and_several_drafters_say_that_the_sum_waits_for_backward() -> None:
+    for nodes, drafters, advised in ((1, 1, False), (1, 2, True), (2, 1, True)):
+        split = pipeline(targets=1, drafters=drafters, cuda_graph=True)
+        table = make_plan(split, work(QWEN3_8B, 4), EIGHT, nodes).table()
+        assert ("sum their gradients after a step's last microbatch" in table) == advised
+    plain = make_plan(pipeline(targets=1, drafters=2), work(QWEN3_8B, 4), EIGHT)
+    assert "sum their gradients" not in plain.table()
+
+
 def test_a_plan_is_plain_data() -> None:
     data = make_plan(pipeline(), work(QWEN3_8B), EIGHT).as_data()
     assert data["targets"] == ("cuda:0", "cuda:1", "cuda:2")

@@ -36,6 +36,13 @@ MEMORY_SHARE = 0.92
 """Of a device: the rest is the driver's, the allocator's gaps and compiled kernels'."""
 
 
+GRAPH_ADVICE = (
+    "pipeline.cuda_graph lets the drafters sum their gradients after a step's last microbatch only;"
+    " without it they do so while its backward pass goes on, which is faster where the kernels are"
+    " long"
+)
+
+
 class PlanError(TrainerError):
     """The devices cannot run what the config asks for."""
 
@@ -186,6 +193,8 @@ def make_plan(
             " pipeline.drafters to one of its divisors",
         )
     shards = len(drafters) * nodes
+    if pipeline.cuda_graph and shards > 1:
+        advice += (GRAPH_ADVICE,)
     memory = _room(pipeline, work, (targets, drafters), present, shards)
     return Plan(
         executor=pipeline.executor,
