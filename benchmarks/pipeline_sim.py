@@ -5,8 +5,9 @@
     python benchmarks/pipeline_sim.py --network 12.5 --microbatches 64 # slow network, fixed batch
 
 Simulates every microbatch of some steps under the executors' own rules (any free target takes the
-next microbatch; slot i mod depth; two staging buffers; drafters wait for each other once a step, and
-sum gradients beside their last backward pass), with a random spread of each stage's time. Needs no torch.
+next microbatch; slot i mod depth; two staging buffers; drafters wait for each other once a step,
+and sum gradients beside their last backward pass), with a random spread of each stage's time. Needs
+no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
 
 BESIDE = 0.4
 """Of a drafter's microbatch: from the last layer's gradient to the first layer's, in which the sum
