@@ -51,6 +51,7 @@ class AgentChannel:
     :param trusted: the program is believed to be there: only its hash is sent at first.
     :param queued: whether the far side has yet to begin; such a wait is no failure to start.
     :param on_late: called once, in a thread of its own, if the agent has not spoken by ``LATE_S``.
+    :param on_no_word: asked what kept the agent from starting, where nothing that was printed says.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class AgentChannel:
         on_hello: Callable[[dict[str, Any]], None] | None = None,
         queued: Callable[[], bool] | None = None,
         on_late: Callable[[AgentChannel], None] | None = None,
+        on_no_word: Callable[[str, int | None], DflashctlError | None] = lambda heard, status: None,
     ) -> None:
         self.host = host
         self.ct = ct
@@ -74,6 +76,7 @@ class AgentChannel:
         self._on_hello = on_hello
         self._queued = queued or (lambda: False)
         self._on_late = on_late
+        self._on_no_word = on_no_word
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         # Apart from the other: a sender that waits for the far side must not stop the reader.
@@ -340,6 +343,10 @@ class AgentChannel:
             if status is None and not pct.says_why(stderr):
                 # A login shell's words are no reason: the next session has them too.
                 return self._lost("it ended while the agent was starting", "try again")
+            if not pct.says_why(stderr):
+                why = self._on_no_word(stderr.strip() or noise.strip(), status)
+                if why is not None:
+                    return why
             return pct.failure(stderr, status, host=self.host, ct=self.ct, stdout=noise)
         if status is None:
             return self._lost("")
@@ -362,6 +369,12 @@ class AgentChannel:
         )
 
     def _no_start(self) -> ExecFailed:
+        if self.ct is None:
+            return ExecFailed(
+                f"the agent did not start on the host itself within {START_S:.0f} s",
+                next_step="try again; the host may be overloaded",
+                host=self.host,
+            )
         return ExecFailed(
             f"the agent did not start within {START_S:.0f} s: the container may be frozen (a "
             "backup in suspend mode), or the host overloaded",

@@ -41,6 +41,11 @@ CHANNELS = 8
 CROWDED_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # `sendall` of 64 MB took 31 s: it copies the rest at each step. In these pieces it takes 1 s.
 PIECE = 128 * 1024
+# What a login shell must run, and hand its input on to.
+SHELL_MARK = b"dflashctl-asks-the-shell\n"
+SHELL_INPUT = b"dflashctl-hands-this-on\n"
+SHELL_ASKED = ("sh", "-c", f"echo {SHELL_MARK.decode().strip()}; cat")
+SHELL_S = 5.0
 
 Notice = Callable[[str], None]
 
@@ -118,6 +123,36 @@ class HostConnection:
         except BaseException:
             self._channels.release()
             raise
+
+    @property
+    def user(self) -> str:
+        """Whom it is logged in as; of one that is not open, whom the inventory names."""
+        connection = self._connection
+        return str(connection.user) if connection else self.host.settings.user or "root"
+
+    def shell_runs(self) -> bool | None:
+        """Whether the login shell runs what it is given and leaves it its input; None where that
+        cannot be told."""
+        with self._lock:
+            connection = self._connection
+        if connection is None:
+            return None
+        from orchestrator.login import start_session
+
+        heard = bytearray()
+        try:
+            # Beside the host's channels: whoever asks holds one of them.
+            channel = start_session(connection.transport, pct.shell_line(SHELL_ASKED))
+            channel.sendall(SHELL_INPUT)
+            # What a shell has become that does not run it ends with its input.
+            channel.shutdown_write()
+            channel.settimeout(SHELL_S)
+            while piece := channel.recv(64 * 1024):
+                heard += piece
+            channel.close()
+        except Exception:  # noqa: BLE001 - paramiko's or the system's: it is only a look
+            return None
+        return SHELL_INPUT in heard.partition(SHELL_MARK)[2]
 
     def close(self) -> None:
         self._closing.set()

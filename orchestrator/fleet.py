@@ -267,7 +267,9 @@ class Fleet:
         place = f"{place} {workdir}"
         program = _program()
         # Through its host's agent a frozen container is not even entered.
-        direct = ct is not None and owner.carrier is None
+        on_late = None
+        if owner.carrier is None:
+            on_late = partial(self._ask_beside, owner)
         channel = AgentChannel(
             link,
             program,
@@ -277,19 +279,25 @@ class Fleet:
             ct=ct,
             on_hello=lambda hello: self._remember(place, hello),
             queued=(lambda: link.waiting) if isinstance(link, RelayLink) else None,
-            on_late=partial(self._ask_beside, owner.host) if direct else None,
+            on_late=on_late,
+            on_no_word=partial(_look_at_shell, owner, ct),
         )
         with self._lock:
             self._owners[channel] = owner
         return channel
 
-    def _ask_beside(self, host: HostTarget, channel: AgentChannel) -> None:
+    def _ask_beside(self, owner: _Owner, channel: AgentChannel) -> None:
         """Ask the host of a container that says nothing: a frozen one never will."""
-        ct = channel.ct
+        host, ct = owner.host, channel.ct
         if channel.is_over:
             return
         # Over a slow link the host's answer is seconds away too.
-        self._waiting(f"{host.name}/{ct}: starting the agent …")
+        self._waiting(f"{host.name if ct is None else f'{host.name}/{ct}'}: starting the agent …")
+        broken = _look_at_shell(owner, ct, "", None)
+        if broken is not None and not channel.has_spoken:
+            channel.give_up(broken)
+        if broken is not None or ct is None:
+            return
         try:
             found = self.host(host).call("probe", side="host", ct=ct, names=["cgroup_events"])
             is_frozen = pct.FROZEN.search(str(found["probes"]["cgroup_events"].get("value")))
@@ -307,6 +315,16 @@ class Fleet:
         # From a temporary folder it is gone at the next boot, or before.
         if hello.get("stored") == "workdir":
             self.state.know_agent(place, str(hello["version"]))
+
+
+def _look_at_shell(
+    owner: _Owner, ct: int | None, heard: str, status: int | None
+) -> DflashctlError | None:
+    """Whether it is the host's login shell that never ran our command."""
+    if owner.carrier is not None or owner.connection.shell_runs() is not False:
+        return None
+    user = owner.connection.user
+    return pct.broken_shell(heard, status, host=owner.host.name, user=user, ct=ct)
 
 
 def _program() -> Bundle:

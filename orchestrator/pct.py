@@ -223,6 +223,23 @@ def says_why(stderr: str) -> bool:
     return any(reading.pattern.search(stderr) for reading in _READINGS)
 
 
+def broken_shell(
+    heard: str, status: int | None, *, host: str, user: str, ct: int | None
+) -> ExecFailed:
+    """A login shell that ends, or becomes another program, before it runs what ssh gives it."""
+    lines = heard.strip().splitlines()
+    said = f"; it printed: {lines[-1][:200]}" if lines else "; nothing was printed"
+    ended = f" (exit code {status})" if status is not None else ""
+    return ExecFailed(
+        f"the login shell of {user} on the host does not run what it is given{ended}{said}",
+        next_step=f"on the host, in ~{user}/.bashrc (or the start-up file of that shell): leave "
+        "`exit`, `exec` and `read` to interactive shells, by `case $- in *i*) ;; *) return;; esac` "
+        f"above them; `ssh {host} echo works` must print: works",
+        host=host,
+        ct=ct,
+    )
+
+
 def failure(
     stderr: str, status: int | None, *, host: str, ct: int | None, stdout: str = ""
 ) -> DflashctlError:

@@ -78,3 +78,28 @@ def test_attaching(cli: Cli, code: Path) -> None:
         with contextlib.suppress(AssertionError):
             terminal.until(b"detached", 2)
     assert terminal.exit_code() == 0
+
+
+@pytest.mark.parametrize(
+    ("start_up", "printed"),
+    [
+        ("echo no service today; exit 1", "it printed: no service today"),
+        ("exit", "nothing was printed"),
+        ("exec sh", ""),
+        ("read answer", ""),
+        ("exec cat", ""),
+    ],
+)
+def test_a_login_shell_that_runs_nothing_is_named_with_its_remedy(
+    cli: Cli, lab: Lab, start_up: str, printed: str
+) -> None:
+    lab.host(["tee", "/root/.bashrc"], input=f"{start_up}\n")
+    verbs = (("exec", "lab-201", "--", "true"), ("doctor", "lab-201"), ("ps",))
+    heard = [cli(*verb, code=3) for verb in verbs]
+    lab.host(["tee", "/root/.bashrc"], input="")
+    for done in heard:
+        said = done.stdout + done.stderr
+        assert "the login shell of root on the host does not run what it is given" in said
+        assert printed in said
+        assert "~root/.bashrc" in said and "interactive" in said
+        assert "dflashctl doctor" not in said
