@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 
 from orchestrator.errors import InventoryError
 from orchestrator.inventory_files import files_of
+from orchestrator.laptop_path import did_you_mean
 from orchestrator.paths import DEFAULT_WORKDIR, LaptopPaths
 from orchestrator.yaml_text import Where, YamlFault, parse
 
@@ -180,7 +181,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
         data, lines = parse(text)
     except FileNotFoundError:
         raise InventoryError(
-            f"inventory {path} does not exist",
+            f"inventory {path} does not exist{did_you_mean(path)}",
             next_step="give --inventory FILE, or --host H --ct N without one",
         ) from None
     except OSError as error:

@@ -23,6 +23,31 @@ def laptop_path(text: str | Path) -> Path:
         ) from None
 
 
+def did_you_mean(path: Path, *, folder: bool = False) -> str:
+    """``; did you mean configs/train.yaml?``: of what is there, the nearest to a path that is not.
+
+    :param folder: a folder is wanted, not a file.
+    """
+    import difflib
+
+    here = Path(path.anchor)
+    for number, part in enumerate(path.parts[1:] if path.anchor else path.parts, 1):
+        if part == ".." or (here / part).exists():
+            here = here / part
+            continue
+        is_last = number == len(path.parts) - bool(path.anchor)
+        try:
+            names = [one.name for one in here.iterdir() if one.is_dir() == (folder or not is_last)]
+        except OSError:
+            return ""
+        close = difflib.get_close_matches(part, names, n=1, cutoff=0.6)
+        if not close:
+            return ""
+        here = here / close[0]
+    found = here.is_dir() if folder else here.is_file()
+    return f"; did you mean {here}?" if found and here != path else ""
+
+
 def working_folder() -> Path:
     """:raises UsageError: it was removed while the shell stood in it."""
     try:

@@ -27,6 +27,7 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.fleet import Fleet, Opening
+from orchestrator.laptop_path import did_you_mean
 from orchestrator.reconnect import reconnecting
 from orchestrator.release import Arrivals, Progress, Push, Release
 from orchestrator.route import find_route
@@ -175,7 +176,9 @@ def read_environment_file(path: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--env-file {path} cannot be read: {error}", next_step="give a file of KEY=VALUE lines"
+            f"--env-file {path} cannot be read: {getattr(error, 'strerror', error)}"
+            + (did_you_mean(path) if isinstance(error, FileNotFoundError) else ""),
+            next_step="give a file of KEY=VALUE lines",
         ) from None
     found = {}
     for number, line in enumerate(lines, 1):

@@ -18,6 +18,7 @@ from paramiko import Transport as Paramiko
 
 from orchestrator import host_keys
 from orchestrator.errors import AuthenticationFailed
+from orchestrator.laptop_path import did_you_mean
 from orchestrator.route import CONNECT_S, Route
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def check_identities(route: Route, name: str) -> None:
     for path in route.identities:
         if not path.is_file():
             raise AuthenticationFailed(
-                f"the key file {path} does not exist",
+                f"the key file {path} does not exist{did_you_mean(path)}",
                 next_step="correct `identity_file` of the host in the inventory",
                 host=name,
             )

@@ -12,7 +12,7 @@ from orchestrator import snapshot
 from orchestrator.audit import audited
 from orchestrator.errors import UsageError
 from orchestrator.fleet import Fleet, Opening
-from orchestrator.laptop_path import laptop_path, working_folder
+from orchestrator.laptop_path import did_you_mean, laptop_path, working_folder
 from orchestrator.launch import Notice, Order, Started
 from orchestrator.paths import LaptopPaths
 from orchestrator.release import Progress, Release
@@ -30,7 +30,7 @@ def take_code(laptop: LaptopPaths, code: Path | None, config: str | None) -> Rel
     path = laptop_path(config) if config else None
     if path is not None and not path.is_file():
         raise UsageError(
-            f"config {config}: no such file",
+            f"config {config}: no such file{did_you_mean(path)}",
             next_step="give a file of this machine; where nothing is pushed, a path inside the "
             "container",
         )
@@ -56,7 +56,7 @@ def make(
     :param release: None pushes nothing; ``config`` is then a path inside the container.
     """
     launching.check_log_link(log)
-    secrets = launching.read_environment_file(env_file) if env_file else {}
+    secrets = launching.read_environment_file(laptop_path(env_file)) if env_file else {}
     run_id = new_run_id(name)
     if config and release:
         config = releases.config_path(laptop_path(config), release.root)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.agent.manifest import PATH_BYTES
 from orchestrator.errors import RefusedError, UsageError
-from orchestrator.laptop_path import laptop_path
+from orchestrator.laptop_path import did_you_mean, laptop_path
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -61,7 +61,10 @@ def find_root(code: Path | None, cwd: Path) -> Root:
     if code is not None:
         path = laptop_path(code).resolve()
         if not path.is_dir():
-            raise UsageError(f"--code {code}: no such folder", next_step="give the code's folder")
+            near = did_you_mean(laptop_path(code), folder=True)
+            raise UsageError(
+                f"--code {code}: no such folder{near}", next_step="give the code's folder"
+            )
         return Root(path, _is_tracked(path))
     top = _git(cwd, "rev-parse", "--show-toplevel")
     if top:

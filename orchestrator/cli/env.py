@@ -118,7 +118,7 @@ def sync(
     """
     if lock is None:
         raise UsageError("--lock is missing", next_step="write one: dflashctl env freeze GOOD -o F")
-    wanted = read_lock(lock)
+    wanted = read_lock(laptop_path(lock))
     with open_session(inventory, as_json=as_json) as session:
         target = session.one_target(targets, host, ct)
         channel = session.fleet.container(target)
@@ -146,7 +146,7 @@ def sync(
 
 def _read(session: Session, word: str) -> Environment:
     """A lock file, a run's record, or a container as it is now."""
-    path = Path(word)
+    path = laptop_path(word)
     if path.suffix == ".json" or path.is_file():
         return read_lock(path)
     if RUN_ID.match(word):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Report
 from orchestrator.diag.report import render
 from orchestrator.errors import NotFoundError, UsageError
+from orchestrator.laptop_path import did_you_mean, laptop_path
 
 
 def offline(
@@ -44,10 +44,12 @@ def read_saved(
 ) -> tuple[Evidence, dict[str, Any]]:
     """Evidence from files; ``NotFoundError`` or ``UsageError`` if they are not there or no such."""
     if bundle is not None:
+        bundle = laptop_path(bundle)
         _must_be_there("--from", bundle, "give a file that `dflashctl diag --bundle FILE` wrote")
         held = read_bundle(bundle)
         return Evidence.from_text(held.log, held.probes), held.probes
     if log is not None:
+        log = laptop_path(log)
         _must_be_there("--log", log, "give a saved log, such as `dflashctl pull` brings")
     values = read_probes(probes)
     return Evidence.from_log(log, values), values
@@ -59,15 +61,13 @@ def _must_be_there(option: str, path: Path, next_step: str) -> None:
         return
     if path.is_dir():
         raise NotFoundError(f"{option} {path}: that is a folder", next_step=next_step)
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.6)
-    near = f"; did you mean {path.with_name(close[0])}?" if close else ""
-    raise NotFoundError(f"{option} {path}: no such file{near}", next_step=next_step)
+    raise NotFoundError(f"{option} {path}: no such file{did_you_mean(path)}", next_step=next_step)
 
 
 def read_probes(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
+    path = laptop_path(path)
     _must_be_there("--probes", path, "give a file of saved probes: JSON, name to text")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

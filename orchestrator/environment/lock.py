@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrator.errors import NotFoundError, UsageError
+from orchestrator.laptop_path import did_you_mean
 
 
 class _Part(BaseModel):
@@ -119,7 +120,7 @@ def read_lock(path: Path) -> Environment:
         text = path.read_bytes()
     except FileNotFoundError:
         raise NotFoundError(
-            f"there is no lock file {path}",
+            f"there is no lock file {path}{did_you_mean(path)}",
             next_step=f"write one: dflashctl env freeze TARGET -o {path}",
         ) from None
     except OSError as error:

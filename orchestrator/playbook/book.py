@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from orchestrator import yaml_text
 from orchestrator.errors import NotFoundError, UsageError
 from orchestrator.inventory import nearest
+from orchestrator.laptop_path import did_you_mean, laptop_path
 from orchestrator.playbook.actions import ACTIONS, Action
 from orchestrator.playbook.variables import NAME, Value, bind, references, substitute
 
@@ -92,11 +93,12 @@ def find(name: str, user_folder: Path) -> Path:
 
     :raises NotFoundError: naming the nearest right one.
     """
-    path = Path(name)
+    path = laptop_path(name)
     if path.suffix in {".yaml", ".yml"} or "/" in name:
         if not path.is_file():
             raise NotFoundError(
-                f"there is no playbook file {name}", next_step="give the path of a YAML file"
+                f"there is no playbook file {name}{did_you_mean(path)}",
+                next_step="give the path of a YAML file",
             )
         return path
     known = available(user_folder)

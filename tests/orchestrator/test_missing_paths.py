@@ -1,0 +1,84 @@
+"""A path that is not there is told with the nearest one that is, whichever option names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.laptop_path import did_you_mean
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """With a folder ``configs`` that holds ``train.yaml``, and an inventory of one container."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/train.yaml").write_text("x: 1\n")
+    (tmp_path / "inventory.yaml").write_text(
+        "hosts: {h: {address: 127.0.0.1, port: 1}}\ncontainers: {c: {host: h, ct: 200}}\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("configs/trian.yaml", "configs/train.yaml"),
+        ("config/train.yaml", "configs/train.yaml"),
+        ("confgs/train.yml", "configs/train.yaml"),
+        ("configs/../configs/tain.yaml", "configs/../configs/train.yaml"),
+        ("configs/evaluate.py", None),
+        ("elsewhere/train.yaml", None),
+        ("configs/train.yaml/x", None),
+    ],
+)
+def test_the_nearest_file_is_found_past_a_wrong_folder(
+    home: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, near: str | None
+) -> None:
+    monkeypatch.chdir(home)
+    assert did_you_mean(Path(wrong)) == (f"; did you mean {near}?" if near else "")
+    absolute = did_you_mean(home / wrong)
+    assert absolute == (f"; did you mean {home / near}?" if near else "")
+
+
+def test_a_folder_is_no_file_and_a_file_no_folder(home: Path) -> None:
+    assert did_you_mean(home / "config") == ""
+    assert did_you_mean(home / "config", folder=True) == f"; did you mean {home / 'configs'}?"
+    assert did_you_mean(home / "configs/trian.yaml", folder=True) == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch", "c", "--config", "configs/trian.yaml"),
+        ("launch", "c", "--no-push", "--env-file", "configs/trian.yaml", "--", "true"),
+        ("launch", "c", "--code", "config"),
+        ("push", "c", "--code", "config"),
+        ("play", "configs/trian.yaml"),
+        ("env", "sync", "c", "--lock", "configs/trian.yaml"),
+        ("diag", "--log", "configs/trian.yaml"),
+        ("diag", "--from", "configs/trian.yaml"),
+        ("diag", "--log", "configs/train.yaml", "--probes", "configs/trian.yaml"),
+        ("ps", "--inventory", "configs/trian.yaml"),
+    ],
+)
+def test_every_option_that_takes_a_path_offers_it(home: Path, words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", *words],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(home / "own"),
+            "DFLASHCTL_INVENTORY": str(home / "inventory.yaml"),
+        },
+        cwd=home,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in {2, 5}, done.stderr
+    near = "configs" if "--code" in words else "configs/train.yaml"
+    assert f"did you mean {near}?" in done.stderr and "next: " in done.stderr
