@@ -78,7 +78,8 @@ class DrafterStage(Protocol):
 
     def gradients(self) -> list[Tensor]:
         """The gradient tensors, in one order for all replicas; never None, the same tensors at
-        every step (zeroed in place by ``update``), so they may be registered once."""
+        every step (zeroed in place by ``update``), so they may be registered once. None of a shard:
+        ``accumulate`` has summed them over the drafters."""
 
     def buckets(self) -> list[Tensor]:
         """Contiguous pieces of ``gradients``, every element in one of them, in the order in which
@@ -86,7 +87,8 @@ class DrafterStage(Protocol):
         drafters add up; without it ``finished`` is never called."""
 
     def weights(self) -> list[Tensor]:
-        """What must be equal bit for bit in all replicas, in one order; the tensors themselves."""
+        """What must be equal bit for bit in all replicas (of shards: what each holds alike), in one
+        order; the tensors themselves."""
 
     def update(self, step: int, sums: Tensor) -> Tensor:
         """Divide by the weight sum in ``sums`` (of all slots and drafters), clip, step, zero.
@@ -98,9 +100,11 @@ class DrafterStage(Protocol):
         """Zero the gradients without a step: what a warm-up ends with."""
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs (fp32 masters, moments, counters), on the CPU."""
+        """Everything a resumed run needs (fp32 masters, moments, counters), on the CPU. Shards are
+        put together for the leading drafter; the others' is empty."""
 
-    def load(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None:
+        """What ``state`` gave. A shard takes its part when all ``share``."""
 
     def share(self, broadcast: Callable[[Tensor], None]) -> None:
         """Give every tensor of the state to ``broadcast``, which leaves the leading replica's in
