@@ -149,6 +149,8 @@ class LaptopPaths:
         """Mode 0700, files 0600: which runs were launched from here."""
         self.cache = base("XDG_CACHE_HOME", ".cache") / FOLDER
         """May be removed at any time."""
+        self.own = (self.config, self.state, self.cache)
+        """Nobody's code: no push takes them along."""
         chosen = variables.get("DFLASHCTL_INVENTORY", "")
         self.inventory = Path(chosen) if chosen else self.config / "inventory.yaml"
         """A file or a folder; ``$DFLASHCTL_INVENTORY`` overrides it."""

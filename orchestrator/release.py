@@ -126,7 +126,7 @@ def build(root: Root, laptop: LaptopPaths, config: Path | None = None) -> Releas
     :raises UsageError: unreadable files, or a user's own top-level ``trainer`` beside ``config``.
     """
     cache = DigestCache(laptop.digests, root.path)
-    entries = [_entry(found, cache) for found in snapshot.collect(root)]
+    entries = [_entry(found, cache) for found in snapshot.collect(root, laptop.own)]
     if config is not None:
         _refuse_other_trainer(entries)
         entries = [entry for entry in entries if not entry.path.startswith("trainer/")]

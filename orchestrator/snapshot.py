@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,10 @@ DIFF_LIMIT = 512 * 1024
 # Never part of a plain folder's code; git's own list leaves them out by itself.
 NEVER = frozenset({".git", ".hg", ".svn", "__pycache__"})
 IGNORE_FILE = ".dflashignore"
+VENV_MARK = "pyvenv.cfg"
+# Code is some MB. What nobody named and is larger was hardly meant: it holds data or checkpoints.
+MOST_BYTES = 2_000_000_000
+MOST_FILES = 50_000
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Root:
 
     path: Path
     git: bool
+    given: bool = field(default=False, compare=False)
+    """By ``--code``: it is meant, whatever it is."""
 
 
 @dataclass(frozen=True)
@@ -65,35 +72,80 @@ def find_root(code: Path | None, cwd: Path) -> Root:
             raise UsageError(
                 f"--code {code}: no such folder{near}", next_step="give the code's folder"
             )
-        return Root(path, _is_tracked(path))
-    top = _git(cwd, "rev-parse", "--show-toplevel")
-    if top:
-        return Root(Path(os.fsdecode(top.rstrip(b"\n"))), True)
+        return Root(path, _is_tracked(path), given=True)
     path = cwd.resolve()
-    if path in {Path.home().resolve(), Path("/")}:
+    # A work tree of the whole home folder keeps somebody's settings: no project either.
+    top = (_git(cwd, "rev-parse", "--show-toplevel") or b"").rstrip(b"\n")
+    if top and not _holds_home(Path(os.fsdecode(top))):
+        return Root(Path(os.fsdecode(top)), True)
+    if _holds_home(path):
         raise UsageError(
             f"{path} is no project folder: pushing all of it is hardly meant",
             next_step="change to the project's folder, or give --code DIR, or --no-push",
         )
-    return Root(path, False)
+    return Root(path, bool(top) and _is_tracked(path))
 
 
-def collect(root: Root) -> list[Found]:
+def _holds_home(path: Path) -> bool:
+    home = Path.home().resolve()
+    return path.resolve() in {home, *home.parents}
+
+
+def collect(root: Root, own: Sequence[Path] = ()) -> list[Found]:
     """Every file, link and empty folder that belongs to the code, sorted by the bytes of its path.
 
-    :raises UsageError: a file that cannot be read, or an ignore file that does not parse.
+    A virtual environment is this machine's alone, and stays.
+
+    :param own: folders of this tool's, which are nobody's code.
+    :raises UsageError: a file that cannot be read, an ignore file that does not parse, or more than
+        anybody means to push from a folder that was not named.
     :raises RefusedError: a path longer than a container takes.
     """
-    names = _git_paths(root.path) if root.git else _walked_paths(root.path)
+    names = list(_git_paths(root.path) if root.git else _walked_paths(root.path))
     spec = _spec(root.path / IGNORE_FILE)
     if spec is not None:
-        names = (name for name in names if not spec.match_file(name))
+        names = [name for name in names if not spec.match_file(name)]
+    left_out = _without(root, names, own)
     found = [
         entry
         for name in names
-        if (entry := _found(root.path, _short(name.rstrip("/")))) is not None
+        if not name.startswith(left_out)
+        and (entry := _found(root.path, _short(name.rstrip("/")))) is not None
     ]
+    if not root.given:
+        _refuse_too_much(root, found)
     return sorted(found, key=lambda entry: os.fsencode(entry.path))
+
+
+def _without(root: Root, names: Iterable[str], own: Sequence[Path]) -> tuple[str, ...]:
+    """How the paths begin of what is never pushed."""
+    environments = [
+        name.removesuffix(VENV_MARK) for name in names if name.endswith(f"/{VENV_MARK}")
+    ]
+    here = root.path.resolve()
+    ours = [path.resolve() for path in own]
+    inside = [path.relative_to(here) for path in ours if path.is_relative_to(here)]
+    return (*environments, *(f"{path.as_posix()}/" for path in inside if path.parts))
+
+
+def _refuse_too_much(root: Root, found: Sequence[Found]) -> None:
+    size = sum(entry.info.st_size for entry in found if entry.kind == "f")
+    if size <= MOST_BYTES and len(found) <= MOST_FILES:
+        return
+    sizes: Counter[str] = Counter()
+    for entry in found:
+        top, slash, _ = entry.path.partition("/")
+        sizes[top + slash] += entry.info.st_size if size > MOST_BYTES else 1
+    largest = ", ".join(
+        f"{name} {count / 1e9:.1f} GB" if size > MOST_BYTES else f"{name} {count} files"
+        for name, count in sizes.most_common(3)
+    )
+    raise UsageError(
+        f"{root.path} holds {len(found)} files, {size / 1e9:.1f} GB: all of it is hardly meant to "
+        f"be pushed; the most is in {largest}",
+        next_step=f"leave out what is no code: write it into {IGNORE_FILE}; or name the folder, if "
+        f"all of it is meant: --code {root.path}",
+    )
 
 
 def git_state(root: Root) -> GitState | None:

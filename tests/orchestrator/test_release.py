@@ -170,6 +170,57 @@ def test_a_home_folder_is_no_project(where: str) -> None:
         snapshot.find_root(None, Path(where).expanduser())
 
 
+def test_nor_is_what_holds_a_home_folder_or_the_work_tree_of_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "homes/me"
+    project = home / "project"
+    project.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(UsageError, match="no project folder"):
+        snapshot.find_root(None, tmp_path / "homes")
+    subprocess.run(["git", "init", "-q", home], check=True)
+    with pytest.raises(UsageError, match="no project folder"):
+        snapshot.find_root(None, home)
+    assert snapshot.find_root(None, project) == Root(project, True)
+    assert snapshot.find_root(home, project).path == home  # whoever names it means it
+
+
+@pytest.mark.parametrize("git", [False, True])
+def test_our_own_folders_and_virtual_environments_stay(tmp_path: Path, git: bool) -> None:
+    laptop = LaptopPaths({"HOME": str(tmp_path)})
+    for path in (
+        *(laptop.inventory, laptop.ways, laptop.run("r1"), tmp_path / ".cache/other"),
+        *(tmp_path / "env/pyvenv.cfg", tmp_path / "env/lib/torch.so", tmp_path / "environ.py"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    if git:
+        subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    release = releases.build(snapshot.find_root(tmp_path, tmp_path), laptop)
+    assert [entry.path for entry in release.entries] == [".cache/other", "environ.py"]
+
+
+def test_gigabytes_are_pushed_only_from_a_folder_that_was_named(
+    tmp_path: Path, laptop: LaptopPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "code"
+    (code / "data").mkdir(parents=True)
+    (code / "train.py").write_text("x")
+    with (code / "data/tokens.bin").open("wb") as stream:
+        stream.truncate(snapshot.MOST_BYTES)  # a hole: it takes no room
+    with pytest.raises(UsageError, match=r"2 files, 2\.0 GB.*data/ 2\.0 GB") as raised:
+        snapshot.collect(snapshot.find_root(None, code))
+    assert ".dflashignore" in raised.value.next_step
+    assert f"--code {code}" in raised.value.next_step
+    assert len(snapshot.collect(snapshot.find_root(code, code))) == 2
+    (code / ".dflashignore").write_text("data/\n")
+    assert len(snapshot.collect(snapshot.find_root(None, code))) == 2
+    monkeypatch.setattr(snapshot, "MOST_FILES", 1)
+    with pytest.raises(UsageError, match="1 files"):
+        snapshot.collect(snapshot.find_root(None, code))
+
+
 def test_commit_and_uncommitted_changes_are_recorded(repository: Path, laptop: LaptopPaths) -> None:
     clean = build(repository, laptop).git
     assert clean is not None and clean.commit and clean.branch == "main"
