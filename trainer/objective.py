@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from trainer.data.batch import Batch
 from trainer.drafter.config import DrafterConfig
-from trainer.drafter.dflash2 import Candidates, CandidateSelector
+from trainer.drafter.dflash2 import Candidates, CandidateSelector, best_tokens
 from trainer.drafter.mask import Masks
 from trainer.drafter.model import Drafter
 from trainer.head_loss import HeadLoss, reference_head_loss
@@ -346,8 +346,8 @@ def selector_loss(
     place = (tokens == labels).long().argmax(-1)
     entropy = F.cross_entropy(scores.flatten(0, 1), place.flatten(), reduction="none")
     with torch.no_grad():
-        choice = selector.scores(task.hidden, before, found).argmax(-1, keepdim=True)
-        right = (found.tokens.gather(-1, choice) == labels)[..., 0]
+        # Where the label was put in by hand, the selector could not have chosen it.
+        right = recalled & (scores.argmax(-1) == place)
         path = selector.select(task.hidden, task.anchor, found)
         report = SelectorReport(
             recalled=(recalled & task.counted).sum(),
@@ -367,8 +367,8 @@ def top_candidates(
     logits, tokens, own = [], [], []
     for some, wanted in zip(hidden.split(chunk), labels.split(chunk), strict=True):
         scores = drafter.logits(some, head)
-        best = scores.topk(top_k, dim=-1)
-        logits.append(best.values)
-        tokens.append(best.indices)
+        best = best_tokens(scores, top_k)
+        logits.append(best.logits)
+        tokens.append(best.tokens)
         own.append(scores.gather(-1, wanted))
     return Candidates(torch.cat(logits), torch.cat(tokens)), torch.cat(own)

@@ -107,6 +107,31 @@ class CandidateSelector(nn.Module):
         return torch.stack(path, dim=1)
 
 
+GROUP = 64
+
+
+def best_tokens(logits: Tensor, top_k: int) -> Candidates:
+    """The ``top_k`` largest of each row of [..., V], in any order; among equals, any.
+
+    The k largest lie in the k groups with the largest maxima. So one pass finds the groups, and only
+    k · 64 values are searched: ``topk`` of a whole vocabulary on a GPU reads it for every two bits
+    of the values, some ten times.
+    """
+    vocabulary = logits.shape[-1]
+    groups = vocabulary // GROUP
+    if groups <= 2 * top_k:
+        return Candidates(*logits.topk(top_k, dim=-1))
+    whole, rest = logits.split((groups * GROUP, vocabulary - groups * GROUP), dim=-1)
+    grouped = whole.unflatten(-1, (groups, GROUP))
+    chosen = grouped.amax(-1).topk(top_k, dim=-1).indices[..., None]
+    members = grouped.gather(-2, chosen.expand(*chosen.shape[:-1], GROUP))
+    tokens = chosen * GROUP + torch.arange(GROUP, device=logits.device)
+    last = torch.arange(groups * GROUP, vocabulary, device=logits.device).expand(rest.shape)
+    best = torch.cat((members.flatten(-2), rest), dim=-1).topk(top_k, dim=-1)
+    found = torch.cat((tokens.flatten(-2), last), dim=-1).gather(-1, best.indices)
+    return Candidates(best.values, found)
+
+
 def make_conv(config: DrafterConfig) -> GroupedDynamicCausalConv | None:
     extra = config.dflash2
     if extra is None:
