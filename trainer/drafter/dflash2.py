@@ -113,9 +113,9 @@ GROUP = 64
 def best_tokens(logits: Tensor, top_k: int) -> Candidates:
     """The ``top_k`` largest of each row of [..., V], in any order; among equals, any.
 
-    The k largest lie in the k groups with the largest maxima. So one pass finds the groups, and only
-    k · 64 values are searched: ``topk`` of a whole vocabulary on a GPU reads it for every two bits
-    of the values, some ten times.
+    The k largest lie in the k groups with the largest maxima: one pass finds those, and k · 64
+    values are searched. On a GPU ``topk`` reads all of a vocabulary once for every two bits of its
+    values, some ten times.
     """
     vocabulary = logits.shape[-1]
     groups = vocabulary // GROUP
