@@ -81,19 +81,36 @@ _LATE = re.compile(r"recvValue|sendBytes|should dump|remote server|Broken pipe|H
 _WORK = re.compile(r"WorkNCCL\((?:SeqNum|seq)=(\d+), OpType=(\w+)")
 
 
-_UNRESOLVED = re.compile(r"addresses of \(([^,)\s]+), \d+\) cannot be retrieved")
+_UNRESOLVED = re.compile(r"(IPv[46]) network addresses of \(([^,)\s]+), \d+\) cannot be retrieved")
+# torch asks again a second after, then ever later; a name that DNS is slow with comes within that.
+TRIES = 3
+STALLED_S = 60.0
 
 
-def _unresolved(e: Evidence, name: str, hits: list[Hit]) -> Finding:
-    """torchrun on one node without ``--master-port`` meets at the machine's own host name."""
-    return e.found(
+def _unresolved(e: Evidence, name: str, hits: list[Hit]) -> Iterator[Finding]:
+    """torchrun on one node without ``--master-port`` meets at the machine's own host name.
+
+    A name has rarely addresses of both kinds, so a warning of one of them means nothing; and of a
+    run that is still starting both may mean a name server that is slow.
+    """
+    warned = [m for h in hits if (m := _UNRESOLVED.search(h.line.text)) is not None]
+    failed = e.outcome.state == "failed" or len(warned) < len(hits)
+    tries = Counter(m[1] for m in warned)
+    now, write = e.probes.now, e.probes.last_write
+    silence = now - write if now is not None and write is not None else 0.0
+    again = max(tries.values()) >= TRIES
+    if not failed and len(tries) < 2 and not again:
+        return
+    stalled = again or silence >= STALLED_S
+    yield e.found(
         "dist.rendezvous",
         f"the ranks did not find each other: nothing resolves the host name {name}",
         hits[:2],
         f"getent hosts {name}   # in the container; nothing printed: the name has no address\n"
         f"its own name: echo '127.0.1.1 {name}' >> /etc/hosts, or torchrun --local-addr 127.0.0.1\n"
         "another node's: its address in /etc/hosts of each node, or --rdzv-endpoint ADDRESS:PORT",
-        confidence=0.92,
+        severity="fatal" if failed or stalled else "warning",
+        confidence=0.92 if failed or stalled else 0.6,
     )
 
 
@@ -114,7 +131,7 @@ def rendezvous(e: Evidence) -> Iterator[Finding]:
     in_use = re.search(r"EADDRINUSE|errno: 98|Address already in use|address in use", text)
     missing = re.search(r"(\d+)/(\d+) clients joined", text)
     if (name := _UNRESOLVED.search(text)) is not None and not in_use and not missing:
-        yield _unresolved(e, name[1], hard)
+        yield from _unresolved(e, name[2], hard)
         return
     title = (
         f"port {port} is taken already"
