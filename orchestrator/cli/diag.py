@@ -10,7 +10,7 @@ import typer
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
 from orchestrator.cli.session import Session, open_session
-from orchestrator.errors import UsageError
+from orchestrator.errors import RefusedError, RunNotFound, UsageError
 from orchestrator.run import RunRef
 
 
@@ -73,7 +73,12 @@ def _live(
     from orchestrator.diag.cli import show
     from orchestrator.examine import examine
 
-    found = examine(session.fleet, ref, bundle=bundle, addresses=addresses)
+    try:
+        found = examine(session.fleet, ref, bundle=bundle, addresses=addresses)
+    except RunNotFound as error:
+        if ref.run_id is not None or bundle is not None:
+            raise
+        return _nothing_ran(session, ref, error, as_json)
     if bundle is not None:
         output.notice(f"wrote {bundle}")
     place = found.place
@@ -86,3 +91,18 @@ def _live(
         output.say(f"{place['run_id'] or nobody} on {place['host']}/{place['ct']}{state}\n")
         show(found.report, as_json=False)
     return 3 if found.unreachable else found.report.exit_code
+
+
+def _nothing_ran(session: Session, ref: RunRef, error: RunNotFound, as_json: bool) -> int:
+    """A container without a run: what `doctor` finds there may be why."""
+    from orchestrator import preflight
+    from orchestrator.cli.doctor import look, show
+
+    found = look(session.fleet, preflight.MODULES, ref.target)
+    if as_json:
+        output.emit({**error.as_dict(), "findings": [], **found.as_json()})
+    else:
+        output.fail(error, as_json=False)
+        output.say("what a launch there would find:")
+        show(found)
+    return RefusedError.exit_code if found.refused else error.exit_code

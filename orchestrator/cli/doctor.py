@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -37,27 +38,46 @@ def doctor(
     with open_session(inventory, patient=False, as_json=as_json) as session:
         chosen = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
         modules = preflight.MODULES if trainer else ()
-        for target, found in each(session.fleet, chosen, partial(_look, session.fleet, modules)):
+        for _, found in each(session.fleet, chosen, partial(look, session.fleet, modules)):
             if isinstance(found, DflashctlError):
                 output.fail(found, as_json=as_json)
                 code = max(code, found.exit_code)
                 continue
-            hello, checks = found
-            refused = preflight.blocked(checks)
-            code = max(code, RefusedError.exit_code if refused else 0)
+            code = max(code, RefusedError.exit_code if found.refused else 0)
             if as_json:
-                place = {"host": target.host.name, "ct": target.ct, "ready": not refused}
-                output.emit({**place, "agent": hello, "checks": [c.as_json() for c in checks]})
-                continue
-            output.say(f"{target.name}: {hello['hostname']}, Python {hello['python']}")
-            for check in checks:
-                _show(check)
+                output.emit(found.as_json())
+            else:
+                show(found)
     raise typer.Exit(code)
 
 
-def _look(
-    fleet: Fleet, modules: tuple[str, ...], target: Target
-) -> tuple[dict[str, Any], list[preflight.Check]]:
+@dataclass(frozen=True)
+class Looked:
+    """What a launch in a container would find."""
+
+    target: Target
+    hello: dict[str, Any]
+    checks: list[preflight.Check]
+
+    @property
+    def refused(self) -> bool:
+        return preflight.blocked(self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        place = {"host": self.target.host.name, "ct": self.target.ct, "ready": not self.refused}
+        return {**place, "agent": self.hello, "checks": [c.as_json() for c in self.checks]}
+
+
+def show(found: Looked) -> None:
+    """For a person."""
+    hello = found.hello
+    output.say(f"{found.target.name}: {hello['hostname']}, Python {hello['python']}")
+    for check in found.checks:
+        _show(check)
+
+
+def look(fleet: Fleet, modules: tuple[str, ...], target: Target) -> Looked:
+    """:raises DflashctlError: the container cannot be asked."""
     with fleet.container(target) as channel:
         fields = preflight.request_fields(target, modules, None)
         asked = channel.request("preflight", **fields)
@@ -68,7 +88,7 @@ def _look(
             host = target.host
             with contextlib.suppress(DflashctlError):
                 seen = _answers(_asks_py_spy(fleet.host(host), host.settings.python))
-        return channel.hello(), [*checks, preflight.stacks(seen, target)]
+        return Looked(target, channel.hello(), [*checks, preflight.stacks(seen, target)])
 
 
 def _asks_py_spy(channel: AgentChannel, python: str) -> Request:
