@@ -3,8 +3,8 @@
 Each of M drafters keeps 1/M of the fp32 masters, of both moments and of the gradient, 16 bytes a
 parameter in all. A layer's weights are gathered in the computation's type before they are used, in
 the forward pass and again in backward, and freed after; its gradient is summed in fp32 as soon as
-its backward is done. At Qwen3-8B's shape that is 16.8 GB a drafter as replicas, 8.4 GB + 16.8 / M
-less the layer at hand as shards (``pipeline/costs.py``).
+its backward is done. At Qwen3-8B's shape that is 16.8 GB / M and 3.9 GB for the layers at hand
+(``pipeline/costs.py``), where a replica keeps 16.8 GB.
 
 Gradients are summed at **every** microbatch. To add microbatches up first, FSDP2 keeps a whole
 gradient in fp32 (4.2 GB at that shape, more than the bf16 one of a replica), which is what this is

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file  # noqa: E402
 from test_pipeline_train import (  # noqa: E402
     STEPS,
     TORCHRUN,
@@ -22,6 +23,7 @@ from test_pipeline_train import (  # noqa: E402
     run,
     start,
     steps,
+    two_nodes,
     write_config,
 )
 from tiny_target import save_target, write_chats  # noqa: E402
@@ -79,7 +81,7 @@ def test_a_run_goes_from_whole_to_shards_is_killed_goes_back_and_is_exported(
     # Every checkpoint was measured on held-out samples, and the best decoded at the end.
     assert seen.count("resumed") == 2 and "validating" in seen and seen[-1] == "finished"
     assert (folder / "checkpoints" / "best").is_symlink()
-    assert "tau" in said and "as one of 2 shards (so it is here)" in said
+    assert "tau" in said and "here it is a shard" in said
 
     hand_over(home, "shards", "again", 100)
     assert "resumed step-00000100" in run(config(home, "again"))
@@ -90,3 +92,27 @@ def test_a_run_goes_from_whole_to_shards_is_killed_goes_back_and_is_exported(
     with Trainer(home / "export.log", "export", checkpoint, home / "exported") as export:
         assert export.wait() == 0, export.said()
     assert (home / "exported" / "model.safetensors").is_file()
+
+
+def test_drafters_of_two_nodes_hold_one_and_stop_together(
+    home: Path, whole: list[float | None]
+) -> None:
+    """One drafter on each: it is all of them that share, not a node's."""
+    pipeline = {**SHARDED, "drafters": 1}
+    path = write_config(home, "nodes", pipeline=pipeline, checkpoint={"every": 10_000})
+    first = home / "node-0"
+    with two_nodes(home, path) as ranks:
+        wait_for(lambda: (first / "metrics.jsonl").exists() and len(steps(first)) >= 3)
+        # The node that does not write is asked.
+        for rank in ranks[2:]:
+            rank.signal(signal.SIGINT)
+        assert [rank.wait() for rank in ranks] == [130] * 4, [rank.said() for rank in ranks]
+    assert "here it is a shard" in ranks[1].said()
+    losses = [line.loss for line in steps(first)]
+    assert 3 <= len(losses) < STEPS
+    assert losses == pytest.approx(whole[: len(losses)], rel=1e-4)
+    name = f"step-{len(losses):08d}"
+    assert [p.name for p in (first / "checkpoints").glob("step-*")] == [name]
+    weights = load_file(first / "checkpoints" / name / "master.safetensors")
+    other = load_file(home / "whole" / "checkpoints" / "step-00000020" / "master.safetensors")
+    assert {n: w.shape for n, w in weights.items()} == {n: w.shape for n, w in other.items()}

@@ -86,11 +86,10 @@ class DrafterBytes:
     """Drafters of all nodes."""
 
     def line(self, sharded: bool) -> str:
-        here = ("", " (so it is here)") if sharded else (" (so it is here)", "")
         return (
-            f"a drafter: {self.replica / 1e9:.1f} GB as a replica{here[0]},"
-            f" {self.shard / 1e9:.1f} GB as one of {self.shards} shards{here[1]}:"
-            " pipeline.shard_drafters"
+            f"a drafter needs {self.replica / 1e9:.1f} GB whole and {self.shard / 1e9:.1f} GB as"
+            f" one of {self.shards} shards (pipeline.shard_drafters); here it is"
+            f" {'a shard' if sharded else 'whole'}"
         )
 
 
