@@ -25,6 +25,8 @@ NEXT_STEPS = {
     "disk": "free some space in the container, or set `workdir` in the inventory; --force does not "
     "pass this",
     "workdir": "make it writable, or set `workdir` of the container in the inventory",
+    "tmp": "free some room there (dflashctl exec {name} -- sh -c 'du -xsh /tmp/*'), or give the "
+    "run another folder that is there: launch --env TMPDIR=FOLDER",
     "gpu": "pass the GPU through to the container, or correct `gpus` in the inventory",
     "shm": "give the container a larger /dev/shm: data loaders and NCCL use it",
     "limits": "on the host, in /etc/pve/lxc/{ct}.conf: lxc.prlimit.memlock: unlimited, "
@@ -44,6 +46,14 @@ HUNG_DRIVER = (
 SOCKET_FOLDER = (
     "move it aside, and tmux makes its own (sessions in it live on): "
     "dflashctl exec {name} -- mv {folder} {folder}.aside"
+)
+SOCKET_PLACE = (
+    "make room there, or mount it writable: dflashctl exec {name} -- sh -c 'df -h {place}; df -i "
+    "{place}; grep {place} /proc/mounts'"
+)
+NOEXEC = (
+    "mount it anew: dflashctl exec {name} -- mount -o remount,exec /tmp; or give the run another "
+    "folder that is there: launch --env TMPDIR=FOLDER"
 )
 # Of the system's own interpreter: Debian refuses pip there.
 PEP_668 = (
@@ -131,12 +141,22 @@ def _check(name: str, found: dict[str, Any], target: Target) -> Check:
     if missing and SYSTEM_PYTHON.fullmatch(python):
         step = PEP_668
     folder = str(value.get("folder", "")) if isinstance(value, dict) else ""
+    place = str(value.get("place", "")) if isinstance(value, dict) else ""
     if name == "gpu" and text.startswith("timed out"):
         text, step = f"nvidia-smi {text}", HUNG_DRIVER
     if name == "tmux" and folder:
         step = SOCKET_FOLDER
+    if name == "tmux" and place:
+        step = SOCKET_PLACE
+    if name == "tmp" and isinstance(value, dict) and value.get("noexec"):
+        step = NOEXEC
     step = step.format(
-        python=python, missing=missing, ct=target.ct, name=target.name, folder=folder
+        python=python,
+        missing=missing,
+        ct=target.ct,
+        name=target.name,
+        folder=folder,
+        place=place,
     )
     if name == "locale" and not ok:
         # No launch need warn of what it mends itself.

@@ -24,6 +24,9 @@ FREE_BYTES = 1 << 30
 """Below this on the work folder no run is worth starting: one checkpoint is more."""
 SHM_BYTES = 1 << 30
 """Docker's and LXC's small defaults (64 MB) stop data loaders and NCCL."""
+TMP_BYTES = 256 << 20
+"""torch.compile's cache of one model takes some 100 MB."""
+TMP_INODES = 1000
 MEMORY_BYTES = 1 << 30
 OPEN_FILES = 4096
 LOCKED_BYTES = 64 << 20
@@ -60,6 +63,7 @@ def preflight(request: Request) -> dict[str, Any]:
         "python": lambda: _python(interpreter()),
         "modules": lambda: _modules(interpreter()),
         "tmux": _tmux,
+        "tmp": _tmp,
         "disk": partial(_disk, workdir, request.get("release_bytes", int, 0)),
         "shm": _shm,
         "limits": _limits,
@@ -134,6 +138,13 @@ def _tmux() -> dict[str, Any]:
         raise Failed("there is no tmux")
     value = {"path": path, "version": command([path, "-V"], LIMIT_S).removeprefix("tmux ")}
     folder = os.path.dirname(socket_path())
+    place = os.path.dirname(folder)
+    try:
+        # tmux makes its folder and its socket there: by trying, full and read-only are known alike.
+        os.rmdir(tempfile.mkdtemp(prefix=".dflashctl-", dir=place))
+    except OSError as error:
+        words = f"tmux cannot keep its socket in {place}: {error.strerror}"
+        raise Bad(words, {**value, "place": place}) from error
     if why := _unusable(folder):
         raise Bad(f"tmux cannot keep its socket in {folder}: {why}", {**value, "folder": folder})
     return value
@@ -144,14 +155,30 @@ def _unusable(folder: str) -> str:
     try:
         found = os.lstat(folder)
     except FileNotFoundError:
-        parent = os.path.dirname(folder)
-        # Also false on a read-only mount, and for root too.
-        return "" if os.access(parent, os.W_OK) else f"{parent} cannot be written"
+        return ""
     if not stat.S_ISDIR(found.st_mode):
         return "it is no folder"
     if found.st_uid != os.getuid():
         return f"it belongs to user {found.st_uid}, not {os.getuid()}"
     return "it is open to all users" if found.st_mode & stat.S_IRWXO else ""
+
+
+def _tmp() -> dict[str, Any]:
+    """Where compilers build and everybody's temporary files go, unless TMPDIR says otherwise."""
+    path = "/tmp"
+    found = os.statvfs(path)
+    free = found.f_bavail * found.f_frsize
+    value: dict[str, Any] = {"path": path, "free": free}
+    if found.f_flag & os.ST_NOEXEC:
+        raise Bad(
+            f"{path} is mounted noexec: what torch.compile builds there cannot be loaded",
+            value | {"noexec": True},
+        )
+    if free < TMP_BYTES:
+        raise Bad(f"{path} has only {free / 1e6:.0f} MB free", value)
+    if found.f_files and found.f_favail < TMP_INODES:
+        raise Bad(f"{path} has only {found.f_favail} inodes left", value)
+    return value
 
 
 def _disk(workdir: str, release_bytes: int) -> dict[str, Any]:

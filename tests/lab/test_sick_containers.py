@@ -328,3 +328,34 @@ def test_a_clock_that_is_an_hour_off_confuses_nobody(
     assert len(own_lines(ended.stdout)) == 55
     # How long it took is told by one clock.
     assert "after -" not in ended.stderr and "h" not in ended.stderr.split("after")[-1].split()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "check", "said", "remedy"),
+    [
+        ("size=64k,mode=1777", "tmp", "/tmp has only 0 MB free", "--env TMPDIR="),
+        ("noexec,mode=1777", "tmp", "/tmp is mounted noexec", "remount,exec /tmp"),
+        ("ro,mode=1777", "tmux", "its socket in /tmp: Read-only file system", "/proc/mounts"),
+        ("nr_inodes=2,mode=1777", "tmux", "its socket in /tmp: No space left", "df -i /tmp"),
+    ],
+)
+def test_a_tmp_that_will_not_do_is_named(
+    here: Cli, sick: Lab, options: str, check: str, said: str, remedy: str
+) -> None:
+    """What is compiled there is warned of; without tmux's socket nothing is started."""
+
+    def inside(line: str) -> None:
+        sick.pct("exec", 301, "--", "sh", "-c", line)
+
+    inside("tmux kill-server; true")
+    inside(f"mount -t tmpfs -o {options} t /tmp; head -c 65536 /dev/zero > /tmp/fill; true")
+    try:
+        refused = check == "tmux"
+        looked = here.json("doctor", CT, "--no-trainer", code=4 if refused else 0)
+        (bad,) = [c for c in looked["checks"] if c["name"] == check and not c["ok"]]
+        assert said in bad["text"] and remedy in bad["next"]
+        words = ("launch", CT, "--no-push", "--wait", "--", "true")
+        done = here(*words, code=4 if refused else 0)
+        assert (said if refused else "preflight warns of tmp") in done.stderr
+    finally:
+        inside("tmux kill-server; umount -l /tmp")

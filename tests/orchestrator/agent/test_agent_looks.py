@@ -83,7 +83,7 @@ def test_preflight_measures_the_interpreter_that_was_named(agent: Any) -> None:
     assert checks["disk"]["value"]["free"] > 0
     assert set(checks) == {
         *("python", "modules", "tmux", "disk", "shm", "limits", "memory", "locale", "clock"),
-        *("gpu", "cpu", "workdir", "runs"),
+        *("gpu", "cpu", "workdir", "runs", "tmp"),
     }
 
 
