@@ -262,8 +262,8 @@ class TrainConfig(Section):
             )
         if self.optimization.fp8 == "head+mlp":
             raise ValueError(
-                "optimization.fp8 head+mlp is not to be had with pipeline.shard_drafters, whose"
-                " weights come in bfloat16; use fp8: head, or leave out shard_drafters"
+                "optimization.fp8 head+mlp is not to be had with pipeline.shard_drafters; use"
+                " fp8: head, or leave out shard_drafters"
             )
         return self
 

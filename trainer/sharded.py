@@ -144,14 +144,15 @@ def shard(drafter: Drafter, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         # Rotations are fp32 and stay so.
         cast_forward_inputs=False,
     )
-    layers = cast(Iterable[Layer], drafter.layers)
+    layers = list(cast(Iterable[Layer], drafter.layers))
     attentions = [layer.self_attn for layer in layers]
     early = nn.ModuleList([m for a in attentions for m in (a.k_proj, a.v_proj, a.k_norm)])
     for layer in layers:
         fully_shard(
             layer,
             mesh=mesh,
-            reshard_after_forward=True,
+            # Backward begins with the last one: it would be gathered again at once.
+            reshard_after_forward=layer is not layers[-1],
             mp_policy=policy,
             ignored_params=set(early.parameters()),
         )
