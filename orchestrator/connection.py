@@ -39,8 +39,9 @@ SLOW = "try again; the network loses packets, or the host is overloaded"
 CHANNELS = 8
 # sshd counts a session until its processes are gone, a moment after we have closed it.
 CROWDED_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-# `sendall` of 64 MB took 31 s: it copies the rest at each step. In these pieces it takes 1 s.
-PIECE = 128 * 1024
+# `sendall` of 64 MB took 31 s: it copies the rest at each step. In these pieces it takes 1 s. Each
+# is four packets: sshd takes 32 KiB, and paramiko keeps 64 bytes of it.
+PIECE = 4 * (32 * 1024 - 64)
 # What a login shell must run, and hand its input on to.
 SHELL_MARK = b"dflashctl-asks-the-shell\n"
 SHELL_INPUT = b"dflashctl-hands-this-on\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator import snapshot
+from orchestrator.agent.protocol import PAYLOAD_LIMIT
 from orchestrator.channel import AgentChannel
 from orchestrator.digests import DigestCache
 from orchestrator.errors import TransferError, UsageError
@@ -28,7 +29,6 @@ TRAINER = Path(__file__).parents[1] / "trainer"
 # One request's blobs: enough to fill the line, few enough that a cut loses little.
 BATCH_BYTES = 64 << 20
 BATCH_FILES = 4096
-PIECE = 1 << 20
 
 
 class Progress(Protocol):
@@ -249,17 +249,19 @@ class Push:
         )
         return request
 
-    def _pieces(self, batch: list[Entry]) -> Iterator[bytes]:
-        """The files' bytes one after the other, small ones put together into one piece."""
-        pending = bytearray()
+    def _pieces(self, batch: list[Entry]) -> Iterator[memoryview]:
+        """The files' bytes one after the other, in pieces that fill a frame; each is good until the
+        next is asked for."""
+        buffer = memoryview(bytearray(PAYLOAD_LIMIT))
+        filled = 0
         for entry in batch:
-            for piece in _read(entry):
-                pending += piece
-                if len(pending) >= PIECE:
-                    yield bytes(pending)
-                    pending.clear()
-        if pending:
-            yield bytes(pending)
+            for count in _read(entry, buffer, filled):
+                filled += count
+                if filled == len(buffer):
+                    yield buffer
+                    filled = 0
+        if filled:
+            yield buffer[:filled]
 
 
 def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:
@@ -275,21 +277,23 @@ def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:
         yield batch
 
 
-def _read(entry: Entry) -> Iterator[bytes]:
-    """Exactly the promised bytes of a file.
+def _read(entry: Entry, into: memoryview, at: int) -> Iterator[int]:
+    """Exactly the promised bytes of a file, ``into`` the buffer from ``at`` on and, whenever that
+    is full, from its start; how many, each time.
 
     :raises TransferError: it changed since it was hashed.
     """
     assert entry.source is not None
     left: int = entry.line[3]
     try:
-        with entry.source.open("rb") as stream:
+        with entry.source.open("rb", buffering=0) as stream:
             while left:
-                piece = stream.read(min(left, PIECE))
-                if not piece:
+                count = stream.readinto(into[at : at + left])
+                if not count:
                     break
-                left -= len(piece)
-                yield piece
+                left -= count
+                at = (at + count) % len(into)
+                yield count
             grew = bool(stream.read(1))
     except OSError as error:
         raise TransferError(

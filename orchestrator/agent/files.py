@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,25 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def remove_tree(path: str) -> None:
+    """As far as it can be."""
+    # 3 ms of every start, for the formats of archives that it knows.
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def new_name(folder: str, prefix: str) -> str:
+    """Of a file or a folder that is nobody's yet: ``tempfile`` takes 4 ms of every start."""
+    return f"{folder}/{prefix}{os.getpid()}-{time.time_ns():x}"
+
+
+def space(path: str) -> tuple[int, int]:
+    """Bytes that are free for us, and all, of the file system that holds it."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
 def sync_folder(path: str) -> None:

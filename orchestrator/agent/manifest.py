@@ -19,6 +19,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 PATH_BYTES = 3000
 """PATH_MAX is 4096, and the release's own folder comes before."""
 _NAME_BYTES = 255
+_decode = json.JSONDecoder().decode
 _SIZE_LIMIT = 1 << 50
 
 
@@ -66,24 +67,25 @@ def parse(data: bytes) -> list[Entry]:
         if entries and key <= before:
             raise _refused(number, entry.path, "is out of order or there twice")
         before = key
-        for parent in _parents(entry.path):
-            if parent in leaves:
-                raise _refused(number, entry.path, "lies below a file or a link")
         if entry.kind != "d":
             leaves.add(entry.path)
         if entry.kind == "f" and sizes.setdefault(entry.digest, entry.size) != entry.size:
             raise _refused(number, entry.path, "has another size than an equal file before it")
         entries.append(entry)
-    # Order by bytes puts "a.b" between "a" and "a/c": look once more, with all leaves known.
+    # Order by bytes puts "a.b" between "a" and "a/c": looked at with all leaves known.
+    folders = {""}
     for number, entry in enumerate(entries, 1):
-        if any(parent in leaves for parent in _parents(entry.path)):
-            raise _refused(number, entry.path, "lies below a file or a link")
+        folder = entry.path.rpartition("/")[0]
+        if folder not in folders:
+            if not leaves.isdisjoint(_parents(entry.path)):
+                raise _refused(number, entry.path, "lies below a file or a link")
+            folders.add(folder)
     return entries
 
 
 def _entry(line: bytes, number: int) -> Entry:
     try:
-        fields = json.loads(line)
+        fields = _decode(str(line, "ascii"))
     except (ValueError, RecursionError) as error:
         raise _refused(number, "", f"does not parse: {error}") from error
     match fields:

@@ -6,14 +6,13 @@ import glob
 import json
 import os
 import resource
-import shutil
 import stat
 import sys
-import tempfile
 import time
 from functools import cache, partial
 from typing import Any
 
+from orchestrator.agent.files import new_name, space
 from orchestrator.agent.looking import Failed, Limit, Look, at_once, command
 from orchestrator.agent.program import which
 from orchestrator.agent.serve import Request
@@ -141,7 +140,9 @@ def _tmux() -> dict[str, Any]:
     place = os.path.dirname(folder)
     try:
         # tmux makes its folder and its socket there: by trying, full and read-only are known alike.
-        os.rmdir(tempfile.mkdtemp(prefix=".dflashctl-", dir=place))
+        mine = new_name(place, ".dflashctl-")
+        os.mkdir(mine, 0o700)
+        os.rmdir(mine)
     except OSError as error:
         words = f"tmux cannot keep its socket in {place}: {error.strerror}"
         raise Bad(words, {**value, "place": place}) from error
@@ -182,15 +183,15 @@ def _tmp() -> dict[str, Any]:
 
 
 def _disk(workdir: str, release_bytes: int) -> dict[str, Any]:
-    usage = shutil.disk_usage(_existing(workdir))
+    free, total = space(_existing(workdir))
     inodes = os.statvfs(_existing(workdir)).f_favail
-    value = {"path": workdir, "free": usage.free, "total": usage.total, "free_inodes": inodes}
+    value = {"path": workdir, "free": free, "total": total, "free_inodes": inodes}
     needed = FREE_BYTES + 2 * release_bytes
-    if usage.free < needed:
+    if free < needed:
         parts = f"{FREE_BYTES / 1e9:.1f} GB for a checkpoint"
         if release_bytes:
             parts += f", {2 * release_bytes / 1e9:.1f} GB for the pushed code on its way and whole"
-        words = f"{usage.free / 1e9:.1f} GB left, and a run needs {needed / 1e9:.1f} GB"
+        words = f"{free / 1e9:.1f} GB left, and a run needs {needed / 1e9:.1f} GB"
         raise Bad(f"{workdir} has only {words} ({parts})", value | {"needed": needed})
     if os.statvfs(_existing(workdir)).f_files and inodes < 10_000:
         raise Bad(f"{workdir} has only {inodes} inodes left", value)
@@ -204,11 +205,11 @@ def _existing(path: str) -> str:
 
 
 def _shm() -> dict[str, Any]:
-    usage = shutil.disk_usage("/dev/shm")
-    value = {"free": usage.free, "total": usage.total}
+    free, total = space("/dev/shm")
+    value = {"free": free, "total": total}
     # A gigabyte that others use a little of is enough.
-    if usage.total < SHM_BYTES or usage.free < SHM_BYTES / 2:
-        raise Bad(f"/dev/shm has only {usage.free / 1e6:.0f} MB free", value)
+    if total < SHM_BYTES or free < SHM_BYTES / 2:
+        raise Bad(f"/dev/shm has only {free / 1e6:.0f} MB free", value)
     return value
 
 
@@ -303,8 +304,9 @@ def _workdir(workdir: str) -> dict[str, Any]:
             if os.path.lexists(place) and not os.path.isdir(place):
                 raise Bad(f"{place} is in the way: it is no folder", value)
             place = os.path.dirname(place)
+    path = new_name(folder, ".dflashctl-")
     try:
-        descriptor, path = tempfile.mkstemp(prefix=".dflashctl-", dir=folder)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise Bad(f"{folder} cannot be written: {error.strerror}", value) from error
     os.close(descriptor)

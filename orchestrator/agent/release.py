@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from orchestrator.agent.blobs import BlobStore, clean_dead, working_folder
 from orchestrator.agent.files import (
     locked,
     make_private,
+    remove_tree,
+    space,
     sync_folder,
     sync_tree,
     write_bytes,
@@ -26,7 +27,7 @@ from orchestrator.agent.files import (
 )
 from orchestrator.agent.manifest import DIGEST, Entry, digest_of, parse, release_id
 from orchestrator.agent.protocol import AgentError
-from orchestrator.agent.release_store import examine, versions
+from orchestrator.agent.release_store import examine, stamps, versions
 from orchestrator.agent.serve import Request
 from orchestrator.paths import ContainerPaths
 
@@ -88,7 +89,7 @@ def commit(request: Request) -> dict[str, Any]:
     with locked(f"{request.paths.releases}/.build"), locked(request.paths.lock, shared=True):
         existing = _intact(request.paths, push)
         meta = request.get("meta", dict, {})
-        name = existing or _build(request.paths, push, _store(request), meta)
+        name = existing or _build(request, push, meta)
     return {
         "release": name,
         "path": request.paths.release(name),
@@ -137,11 +138,9 @@ def _missing(store: BlobStore, push: Push) -> list[int]:
     return missing
 
 
-def _build(paths: ContainerPaths, push: Push, store: BlobStore, meta: dict[str, Any]) -> str:
-    missing = _missing(store, push)
-    if missing:
-        raise AgentError("release.missing", f"{len(missing)} files were not sent", indices=missing)
-    free = shutil.disk_usage(paths.releases).free
+def _build(request: Request, push: Push, meta: dict[str, Any]) -> str:
+    paths = request.paths
+    free, _ = space(paths.releases)
     if push.bytes > free:
         raise AgentError(
             "disk.full",
@@ -152,10 +151,12 @@ def _build(paths: ContainerPaths, push: Push, store: BlobStore, meta: dict[str, 
     try:
         tree = f"{staging}/tree"
         stamp = time.time_ns()
+        # Its own too: what is there twice is copied once.
+        store = BlobStore(paths, request.server.verified, {stamp, *stamps(paths)})
         bad = _write_tree(store, push.entries, tree, stamp)
         if bad:
             raise AgentError(
-                "release.missing", f"{len(bad)} stored files were damaged", indices=bad
+                "release.missing", f"{len(bad)} files were not sent, or damaged here", indices=bad
             )
         write_bytes(f"{staging}/manifest", push.manifest)
         record = {
@@ -169,7 +170,7 @@ def _build(paths: ContainerPaths, push: Push, store: BlobStore, meta: dict[str, 
         write_record(f"{staging}/record", record)
         return _name(paths, push, staging, tree)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging)
         os.close(lock)
 
 
@@ -189,7 +190,7 @@ def _name(paths: ContainerPaths, push: Push, staging: str, tree: str) -> str:
 
 
 def _write_tree(store: BlobStore, entries: list[Entry], tree: str, stamp: int) -> list[int]:
-    """All entries below ``tree``, synced; indices of files whose blob turned out damaged."""
+    """All entries below ``tree``, synced; indices of files whose blob is absent or damaged."""
     root = os.fsencode(tree)
     folders = {b""}
     os.mkdir(root, 0o755)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import stat
 import time
 from typing import Any, NamedTuple
 
-from orchestrator.agent.files import locked, make_private, read_record
+from orchestrator.agent.files import locked, make_private, read_record, remove_tree
 from orchestrator.agent.manifest import Entry, parse
 from orchestrator.agent.protocol import PAYLOAD_LIMIT, AgentError
 from orchestrator.agent.serve import Request
@@ -37,6 +36,12 @@ def names(paths: ContainerPaths) -> list[str]:
             record = read_record(paths.release_record(entry.name))
             found.append(((record or {}).get("created", 0.0), entry.name))
     return [name for _, name in sorted(found, reverse=True)]
+
+
+def stamps(paths: ContainerPaths) -> set[int]:
+    """The modification times that releases gave their files."""
+    records = (read_record(paths.release_record(name)) or {} for name in names(paths))
+    return {record["stamp"] for record in records if "stamp" in record}
 
 
 def versions(paths: ContainerPaths, name: str) -> list[str]:
@@ -188,12 +193,12 @@ def _own_files(paths: ContainerPaths, name: str) -> list[str]:
 def _remove(paths: ContainerPaths, name: str) -> None:
     """Out of sight by one rename, then gone: half a release is never seen."""
     beside = f"{paths.releases}/.removed-{name}"
-    shutil.rmtree(beside, ignore_errors=True)
+    remove_tree(beside)
     os.rename(paths.release(name), beside)
     for path in (paths.release_record(name), paths.release_manifest(name)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    shutil.rmtree(beside, ignore_errors=True)
+    remove_tree(beside)
 
 
 def _needed(paths: ContainerPaths) -> set[str]:

@@ -7,6 +7,8 @@ more than that unacknowledged), output blocks in ``write`` until the laptop read
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import sys
 import threading
@@ -21,6 +23,7 @@ from orchestrator.paths import HostPaths
 if TYPE_CHECKING:
     from orchestrator.agent.release import Push
 
+_F_SETPIPE_SZ = 1031
 REQUESTS = 256
 REMEMBERED = 4096
 """Requests, ended ones too: others may wait for them, and their last input may still be under way.
@@ -382,6 +385,9 @@ def take_standard_streams() -> tuple[int, int]:
     Nothing that an operation prints, and no child that reads its input, can then touch the frames.
     """
     source, sink = os.dup(0), os.dup(1)
+    # A pipe of sshd's holds 64 KiB: each piece of a push would be a turn of ours and one of its.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(source, _F_SETPIPE_SZ, PAYLOAD_LIMIT)
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

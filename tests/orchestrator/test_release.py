@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator import release as releases
 from orchestrator import snapshot, transfer
+from orchestrator.agent.protocol import PAYLOAD_LIMIT
 from orchestrator.errors import RefusedError, TransferError, UsageError
 from orchestrator.paths import LaptopPaths
 from orchestrator.release import Arrivals, Entry, Release
@@ -322,7 +323,23 @@ def test_a_file_that_changes_under_the_push_is_told(folder: Path, laptop: Laptop
     for now in ("123", "1234567"):
         path.write_text(now)
         with pytest.raises(TransferError, match="changed while"):
-            list(releases._read(entry))
+            list(releases._read(entry, memoryview(bytearray(100)), 0))
+
+
+def test_the_bytes_of_files_large_and_small_follow_one_another(
+    folder: Path, laptop: LaptopPaths
+) -> None:
+    sizes = [5, 0, PAYLOAD_LIMIT - 5, PAYLOAD_LIMIT + 1, 2 * PAYLOAD_LIMIT, 7]
+    whole = b""
+    for number, size in enumerate(sizes):
+        data = bytes([number + 1]) * size
+        (folder / str(number)).write_bytes(data)
+        whole += data
+    release = build(folder, laptop)
+    push = releases.Push.__new__(releases.Push)
+    pieces = [bytes(piece) for piece in push._pieces(release.entries)]
+    assert b"".join(pieces) == whole
+    assert {len(piece) for piece in pieces[:-1]} == {PAYLOAD_LIMIT}
 
 
 def test_batches_are_bounded() -> None:

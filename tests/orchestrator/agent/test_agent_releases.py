@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from agent_peer import seeds
 
+from orchestrator.agent.blobs import _copy_all
 from orchestrator.agent.manifest import Entry, dump
 
 ODD = {
@@ -166,18 +168,39 @@ def test_a_hostile_manifest_leaves_nothing(agent: Any, workdir: Path) -> None:
     assert not (workdir / "dflashctl/releases").exists()
 
 
-def test_a_job_that_edits_its_files_in_place_spoils_no_other_release(agent: Any) -> None:
+@pytest.mark.parametrize("age_s", [0, 3600])
+def test_a_job_that_edits_its_files_in_place_spoils_no_other_release(
+    agent: Any, age_s: int
+) -> None:
     files = {b"shared.py": b"print('good')", b"a": b"1"}
     first = push(agent, files)
     # In place, through the same inode, as `sed -i` does not but an editor may.
     with Path(first["path"], "shared.py").open("r+b") as file:
         file.write(b"print('EVIL')")
+    # Some editors, and rsync, set the time of a file to an older one.
+    os.utime(file.name, (time.time() - age_s, time.time() - age_s))
     other = Pusher(agent, {**files, b"a": b"2"})
     blobs = other.blobs()
     error = agent.error(agent.send("release.commit", begin=other.begun, after=[blobs]))
     assert error["kind"] == "release.missing"
     done = push(agent, {**files, b"a": b"2"})
     assert content(done["path"])[b"shared.py"] == b"print('good')"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EXDEV])
+def test_what_the_kernel_cannot_copy_is_copied_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    data = random.Random(1).randbytes((2 << 20) + 5)
+    (tmp_path / "a").write_bytes(data)
+
+    def refuse(*given: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
+        assert _copy_all(source.fileno(), target.fileno()) == len(data)
+    assert (tmp_path / "b").read_bytes() == data
 
 
 def test_releases_share_no_file(agent: Any) -> None:
