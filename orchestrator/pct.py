@@ -273,7 +273,7 @@ def _read(
     return ExecFailed(
         f"the agent did not start ({ended})"
         + (f":\n    {shown}" if shown else "; nothing was printed"),
-        next_step="`dflashctl doctor` checks each step; by hand: " + _by_hand(host, ct),
+        next_step=f"do by hand what it does first: {_by_hand(host, ct)}",
         host=host,
         ct=ct,
     )

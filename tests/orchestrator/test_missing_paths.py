@@ -14,14 +14,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def project(tmp_path: Path) -> Path:
     """With a folder ``configs`` that holds ``train.yaml``, and an inventory of one container."""
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs/train.yaml").write_text("x: 1\n")
-    (tmp_path / "inventory.yaml").write_text(
+    project = tmp_path / "project"
+    (project / "configs").mkdir(parents=True)
+    (project / "configs/train.yaml").write_text("x: 1\n")
+    (project / "inventory.yaml").write_text(
         "hosts: {h: {address: 127.0.0.1, port: 1}}\ncontainers: {c: {host: h, ct: 200}}\n"
     )
-    return tmp_path
+    return project
 
 
 @pytest.mark.parametrize(
@@ -37,18 +38,18 @@ def home(tmp_path: Path) -> Path:
     ],
 )
 def test_the_nearest_file_is_found_past_a_wrong_folder(
-    home: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, near: str | None
+    project: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, near: str | None
 ) -> None:
-    monkeypatch.chdir(home)
+    monkeypatch.chdir(project)
     assert did_you_mean(Path(wrong)) == (f"; did you mean {near}?" if near else "")
-    absolute = did_you_mean(home / wrong)
-    assert absolute == (f"; did you mean {home / near}?" if near else "")
+    absolute = did_you_mean(project / wrong)
+    assert absolute == (f"; did you mean {project / near}?" if near else "")
 
 
-def test_a_folder_is_no_file_and_a_file_no_folder(home: Path) -> None:
-    assert did_you_mean(home / "config") == ""
-    assert did_you_mean(home / "config", folder=True) == f"; did you mean {home / 'configs'}?"
-    assert did_you_mean(home / "configs/trian.yaml", folder=True) == ""
+def test_a_folder_is_no_file_and_a_file_no_folder(project: Path) -> None:
+    assert did_you_mean(project / "config") == ""
+    assert did_you_mean(project / "config", folder=True) == f"; did you mean {project / 'configs'}?"
+    assert did_you_mean(project / "configs/trian.yaml", folder=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -66,16 +67,16 @@ def test_a_folder_is_no_file_and_a_file_no_folder(home: Path) -> None:
         ("ps", "--inventory", "configs/trian.yaml"),
     ],
 )
-def test_every_option_that_takes_a_path_offers_it(home: Path, words: tuple[str, ...]) -> None:
+def test_every_option_that_takes_a_path_offers_it(project: Path, words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "orchestrator.cli", *words],
         env={
             "PATH": "/usr/bin:/bin",
             "PYTHONPATH": str(ROOT),
-            "HOME": str(home / "own"),
-            "DFLASHCTL_INVENTORY": str(home / "inventory.yaml"),
+            "HOME": str(project.parent / "own"),
+            "DFLASHCTL_INVENTORY": str(project / "inventory.yaml"),
         },
-        cwd=home,
+        cwd=project,
         capture_output=True,
         text=True,
     )
