@@ -60,16 +60,27 @@ class Steps:
         settle(self.stage.device)
         return (time.perf_counter() - began) / self.count
 
-    def summed(self, finished: Finished, rest: Rest) -> tuple[int, ...]:
-        """Fingerprint of the gradients after a sum beside backward."""
-        rest(self.stage.accumulate(self.load.batches(0, 0), self.features, finished))
-        found = fingerprint(self.stage.gradients())
-        self.stage.discard()
-        return found
+    def summed(self, finished: Finished, rest: Rest) -> tuple[tuple[int, ...], float]:
+        """(fingerprint of the gradients after a sum beside backward, their relative distance from
+        those after a sum that follows it). A bucket summed too early would show in either."""
+        gradients, kept = self.stage.gradients(), []
+        for told in (None, finished):
+            rest(self.stage.accumulate(self.load.batches(0, 0), self.features, told))
+            kept.append([g.clone() for g in gradients])
+            found = fingerprint(gradients)
+            self.stage.discard()
+        pairs = list(zip(*kept, strict=True))
+        apart = sum(float((b - a).float().norm()) ** 2 for a, b in pairs)
+        return found, (apart / sum(float(a.float().norm()) ** 2 for a, _ in pairs)) ** 0.5
 
 
 def modes(finished: Finished, rest: Rest) -> dict[str, tuple[Finished | None, Rest | None]]:
     return dict(zip(MODES, ((None, None), (None, rest), (finished, rest)), strict=True))
+
+
+def tell_sums(sums: list[tuple[tuple[int, ...], float]]) -> None:
+    figure("equal", sums[0][0] == sums[1][0])
+    figure("apart from the sum after backward", sums[0][1])
 
 
 def tell(found: dict[str, list[float]], buckets: list[Tensor]) -> None:
@@ -123,7 +134,7 @@ def measure_threads(load: Workload, drafters: list[DrafterWorker], count: int) -
         assert summer is not None
         return summer.finished, lambda sums: drafter._await_sum(0, summer, sums)
 
-    figure("equal", len(set(together(lambda s, d: s.summed(*ways(d))))) == 1)
+    tell_sums(together(lambda s, d: s.summed(*ways(d))))
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(ROUNDS):
         for mode in MODES:
@@ -149,6 +160,9 @@ def run_overlap_rank(options: Any) -> None:
     device = torch.device(options.devices[(0, -1)[rank]])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        # Else two ranks' threads wait for each other's cores, spinning.
+        torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     began = time.perf_counter()
     with load.lock.thread():
@@ -157,11 +171,11 @@ def run_overlap_rank(options: Any) -> None:
         summing = AllReduce(buckets, dist.group.WORLD, device)
         steps = Steps(load, stage, options.steps)
         steps.warm_up()
-        prints: list[Any] = [None, None]
-        dist.all_gather_object(prints, steps.summed(summing.finished, summing.rest))
+        sums: list[Any] = [None, None]
+        dist.all_gather_object(sums, steps.summed(summing.finished, summing.rest))
         if rank == 0:
             figure("built and compiled s", time.perf_counter() - began)
-            figure("equal", prints[0] == prints[1])
+            tell_sums(sums)
         found: dict[str, list[float]] = {mode: [] for mode in MODES}
         for _ in range(ROUNDS):
             for mode, ways in modes(summing.finished, summing.rest).items():
