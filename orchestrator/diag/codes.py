@@ -16,6 +16,7 @@ CODES: dict[str, str] = {
     "tmux.died": "tmux's server ended under the run",
     "tmux.socket_lost": "tmux's socket went while the run lives",
     "run.not_started": "the trainer never spoke",
+    "run.refused": "the program gave its reason and ended",
     "run.killed": "ended by a signal that nothing else explains",
     "run.hang": "alive, but no step and no log",
     "run.interrupted": "stopped by a person or by `stop`",

@@ -6,7 +6,7 @@ from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding, Report
 from orchestrator.diag.ranking import ranked
 from orchestrator.diag.rules import RULES
-from orchestrator.diag.rules.python import unknown
+from orchestrator.diag.rules.python import refused, unknown
 
 
 def diagnose(evidence: Evidence) -> Report:
@@ -17,7 +17,7 @@ def diagnose(evidence: Evidence) -> Report:
         f.severity == "fatal" or (f.code == "run.interrupted" and f.severity != "info")
         for f in found
     )
-    found += unknown(evidence, named)
+    found += [*refused(evidence, named)] or unknown(evidence, named)
     findings = ranked(found)
     context = {f"{f.code}:{f.position}": _context(evidence, f) for f in findings[:3] if f.position}
     return Report(findings, context)

@@ -119,6 +119,34 @@ def test_self_made_prompts_are_repeatable_and_end_on_their_own(tmp_path: Path) -
     assert len(texts[0]) <= sum(record["ended"] for record in records)
 
 
+def test_a_self_made_prompt_that_did_not_end_is_left_out_and_counted(tmp_path: Path) -> None:
+    maker = make_maker(tmp_path)
+    records = [
+        {"key": key, "text": text, "ended": ended}
+        for key, text, ended in ((0, "cut sho", False), (1, "What is 2 + 2?", True), (2, "", True))
+    ]
+    records += [{"key": key, "text": "cut", "ended": False} for key in (3, 4, 5)]
+    Journal(tmp_path / "prompts-0.jsonl").append(records)
+
+    found, rejected = maker.prompts()
+
+    assert [p.messages[0]["content"] for p in found] == ["What is 2 + 2?"]
+    assert sorted(r.reason for r in rejected) == [
+        *["did not end within 8 tokens"] * 4,
+        "is empty",
+    ]
+
+
+def test_no_prompt_at_all_says_why_and_what_to_do(tmp_path: Path) -> None:
+    records = [{"key": key, "text": "cut", "ended": False} for key in range(6)]
+    Journal(tmp_path / "prompts-0.jsonl").append(records)
+
+    with pytest.raises(DataError, match=r"did not end within 8 tokens \(6\)") as told:
+        make_maker(tmp_path).prompts()
+
+    assert "max_new_tokens" in told.value.next_step
+
+
 def made_config(folder: Path, **data: Any) -> Any:
     tree = run_config(folder)
     tree["data"] = {

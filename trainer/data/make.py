@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -141,8 +142,13 @@ class Maker:
                 else:
                     found[item.key] = Conversation(item.prompt, item.where)
         if not found:
-            reasons = "; ".join(f"{r.where} {r.reason}" for r in rejected[:3])
-            raise DataError(f"data.make.prompts gave no usable prompt: {reasons}")
+            reasons = Counter(r.reason for r in rejected).most_common(3)
+            told = "; ".join(f"{reason} ({count})" for reason, count in reasons)
+            raise DataError(
+                f"data.make.prompts gave no usable prompt: {told or 'its files are empty'}",
+                next_step="kind: self needs max_new_tokens and seconds enough to end a prompt (one"
+                " that was cut is left out); kind: file needs `messages` or `prompt` in each line",
+            )
         return list(found.values()), rejected
 
     def _self_made(self, source: SelfPrompts, number: int) -> Iterator[Conversation]:
@@ -178,10 +184,17 @@ class Maker:
         if requests:
             progress.update(len(known), decoder.generated, force=True)
         for key in sorted(known):
+            where = f"self-made:{number}:{key}"
             # A prompt cut by the limit is half a question: it would teach the target's half answer.
-            if known[key]["ended"] and known[key]["text"]:
+            if not known[key]["ended"]:
+                yield Rejection(where, f"did not end within {source.max_new_tokens} tokens")
+            elif not known[key]["text"]:
+                yield Rejection(where, "is empty")
+            else:
                 message = {"role": "user", "content": known[key]["text"]}
-                yield Conversation([message], f"self-made:{number}:{key}")
+                yield Conversation([message], where)
+        if not known:
+            yield Rejection(f"self-made:{number}", "none was written in its seconds")
 
     def responses(self, prompts: list[Conversation]) -> list[dict[str, Any]]:
         """``{"key", "messages", "prompt_tokens", "response_tokens", "ended", "features"}`` for each

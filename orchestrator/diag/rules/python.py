@@ -114,6 +114,31 @@ _SHELLS_CODES = {
 }
 
 
+_REASON = re.compile(r"error: (.+)")
+_NEXT = re.compile(r"\s*next: (.+)")
+
+
+def refused(e: Evidence, named: bool) -> Iterator[Finding]:
+    """`error: REASON`, then perhaps `next: STEP`, among the last words of a run that no other rule
+    explains. So `python -m trainer` refuses a config, data, a target or a checkpoint; many programs
+    do."""
+    if named or e.outcome.state != "failed":
+        return
+    last = [line for line in e.lines[-60:] if line.number >= e.outcome.attempt_line]
+    for index, line in reversed([*enumerate(last)]):
+        if reason := _REASON.match(line.text):
+            step = next((li for li in last[index + 1 : index + 10] if _NEXT.match(li.text)), None)
+            told = _NEXT.match(step.text) if step else None
+            yield e.found(
+                "run.refused",
+                reason[1][:300],
+                [line, *([step] if step else [])],
+                told[1] if told else "the reason is its own; mend that, then launch again",
+                confidence=0.8 if told else 0.5,
+            )
+            return
+
+
 def unknown(e: Evidence, named: bool) -> Iterator[Finding]:
     """The run failed and no rule knows why: its last distinct lines, as they are."""
     if named or e.outcome.state != "failed":

@@ -97,6 +97,35 @@ def test_a_shells_own_exit_code_without_a_word(code: int, words: str) -> None:
     assert ("a shell's" in finding.remedy) is bool(words)
 
 
+def test_a_programs_own_reason_and_advice_are_repeated() -> None:
+    log = (
+        "step 1/9 | loss 8.1 | 15.1k tok/s\n"
+        "error: drafter.block_size: 1 is too small\n"
+        "  it came from train.yaml\n"
+        "  next: set it to 8 or 16\n"
+        "[dflashctl] failed, exit code 2\n"
+    )
+    record = {"exit_code": 2, "signal": None, "reason": "failed"}
+
+    (finding,) = diagnose(Evidence.from_text(log, {"exit_record": record})).findings
+
+    assert (finding.code, finding.severity) == ("run.refused", "fatal")
+    assert finding.title == "drafter.block_size: 1 is too small"
+    assert finding.remedy == "set it to 8 or 16"
+
+
+def test_a_reason_of_an_earlier_attempt_or_of_a_run_that_ended_well_is_none() -> None:
+    word = "a\nb\nc\nerror: drafter.block_size: 1 is too small\n"
+    again = "[dflashctl] attempt 1 failed, exit code 2; attempt 2 begins in 5 s anew\n"
+    record = {"exit_code": 3, "signal": None, "reason": "failed"}
+    well = {"exit_code": 0, "signal": None, "reason": "finished"}
+
+    later = Evidence.from_text(word + again + "bye\n", {"exit_record": record})
+
+    assert [f.code for f in diagnose(later).findings] == ["unknown"]
+    assert not diagnose(Evidence.from_text(word + "bye\n", {"exit_record": well})).findings
+
+
 def test_a_rank_that_only_heard_of_a_timeout_has_not_waited() -> None:
     waited = (
         "[rank{0}]:[E1112 04:18:07.331204 ProcessGroupNCCL.cpp:632] [Rank {0}] Watchdog caught "
