@@ -214,9 +214,9 @@ class Lab(HostAccess):
                 raise RefusedError(
                     "the lab's host did not start: "
                     + (detail.splitlines() or ["no reason given"])[-1],
-                    next_step="if that program is broken here, install it again; if it was refused, "
-                    "this machine forbids namespaces or overlay mounts (an unprivileged container "
-                    "does)",
+                    next_step="if that program is broken here, install it again; if it was refused,"
+                    " this machine forbids namespaces or overlay mounts (an unprivileged container"
+                    " does)",
                 )
             time.sleep(0.005)
         sshd = Process.of(child.pid)
