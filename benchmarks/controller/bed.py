@@ -134,16 +134,37 @@ class Bed:
 def bed(rtt_ms: float = 0.0, pct_delay: float = PCT_DELAY_S) -> Iterator[Bed]:
     with tempfile.TemporaryDirectory(prefix="dfl-", dir="/var/tmp") as name:
         folder = Path(name)
-        lab = Lab(LabSpec(root=folder / "lab", port=20922, containers=(Container(CT),)))
-        lab.up()
-        try:
-            with (
-                Proxy(lab.spec.port, rtt_ms=rtt_ms) as proxy,
-                lab.fault(PCT_DELAY, str(pct_delay)),
-            ):
-                yield Bed(folder, lab, proxy)
-        finally:
-            lab.down()
+        with own_disk(folder) as disk:
+            lab = Lab(LabSpec(root=disk / "lab", port=20922, containers=(Container(CT),)))
+            lab.up()
+            try:
+                with (
+                    Proxy(lab.spec.port, rtt_ms=rtt_ms) as proxy,
+                    lab.fault(PCT_DELAY, str(pct_delay)),
+                ):
+                    yield Bed(folder, lab, proxy)
+            finally:
+                lab.down()
+
+
+@contextlib.contextmanager
+def own_disk(folder: Path) -> Iterator[Path]:
+    """A new file system, as a container has it, in a file.
+
+    ext4 looks at every inode that was deleted in the last minutes before it makes one: after
+    another benchmark's end 2,000 files cost 1.1 s of the processor instead of 0.3 s.
+    """
+    image, disk = folder / "disk.img", folder / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 30)
+    whole = "lazy_itable_init=0,lazy_journal_init=0"
+    subprocess.run(["mkfs.ext4", "-q", "-E", whole, image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, disk], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def circumstances() -> str:

@@ -47,8 +47,8 @@ def shell(line: str, cwd: Path) -> Sample:
     return timed(["sh", "-c", line], cwd=cwd)
 
 
-def tar(made: Bed, folder: Path) -> Sample:
-    far = shlex.join(made.ssh(f"pct exec {CT} -- tar x -C /workspace/tar"))
+def tar(made: Bed, folder: Path, to: str) -> Sample:
+    far = shlex.join(made.ssh(f"pct exec {CT} -- tar x -C {to}"))
     return shell(f"tar c . | {far}", folder)
 
 
@@ -68,19 +68,20 @@ def pushes(made: Bed, rounds: int) -> dict[str, list[Sample]]:
     }
     folder = made.folder / "tree"
     folder.mkdir()
-    made.inside("mkdir -p /workspace/rsync")
     made.dflashctl("push", TARGET)
     for number in range(rounds):
         fill(folder, number)
-        made.inside("rm -rf /workspace/tar /workspace/rsync/*; mkdir /workspace/tar; sync")
-        found["tar"].append(tar(made, folder))
-        made.inside("rm -rf /workspace/tar; sync")
+        # Nothing is deleted between the turns: see `own_disk`.
+        far = f"/workspace/{number}"
+        made.inside(f"mkdir -p {far}/tar {far}/rsync; sync")
+        found["tar"].append(tar(made, folder, f"{far}/tar"))
+        made.inside("sync")
         found["push"].append(made.dflashctl("push", TARGET, cwd=folder))
-        found["rsync"].append(rsync(made, "./", "/workspace/rsync/", folder))
+        made.inside("sync")
+        found["rsync"].append(rsync(made, "./", f"{far}/rsync/", folder))
         (folder / "package1/module1.bin").write_bytes(random.Random(-number).randbytes(SIZE))
         found["one"].append(made.dflashctl("push", TARGET, cwd=folder))
-        found["one rsync"].append(rsync(made, "./", "/workspace/rsync/", folder))
-        made.inside("rm -rf /workspace/dflashctl/releases /workspace/dflashctl/blobs; sync")
+        found["one rsync"].append(rsync(made, "./", f"{far}/rsync/", folder))
     return found
 
 
