@@ -1,7 +1,8 @@
 """A drafter that several devices hold together, beside one whole on each: memory, time, losses.
 
 Part ``sharded`` of ``multi_gpu.py``: a rank a device under torchrun, all of them drafters, features
-at hand, no target. Both kinds run the same steps on the same data, one after the other.
+at hand, no target. Both kinds run the same steps on the same data, one after the other. What they
+compile is the same, and the same as in the part ``overlap ranks``: run that first in one call.
 """
 
 from __future__ import annotations
