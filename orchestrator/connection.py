@@ -336,7 +336,7 @@ def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:
     if isinstance(error, paramiko.SSHException) and silent:
         return HostUnreachable(
             f"{route.place} accepted the connection, but no SSH server spoke within {CONNECT_S} s",
-            next_step="check the port; an overloaded sshd drops new connections (MaxStartups)",
+            next_step=f"{SLOW}; or check the port",
             host=name,
         )
     reason = str(error) or type(error).__name__

@@ -36,8 +36,11 @@ while :; do sleep 0.1; done
 
 
 @pytest.fixture
-def lossy(lab: Lab) -> Iterator[None]:
-    """Real packets of the lab's sshd are lost on the loopback, and TCP has to mend it."""
+def lossy(lab: Lab, stopped_after: None) -> Iterator[None]:
+    """Real packets of the lab's sshd are lost on the loopback, and TCP has to mend it.
+
+    What is left running is ended when they are no more: nobody there tries again after 10 s.
+    """
     if package := missing():
         pytest.skip(f"losing packets needs {package}")
     try:

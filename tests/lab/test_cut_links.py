@@ -86,14 +86,16 @@ def test_a_look_whose_login_is_cut_is_answered_all_the_same(cli: Cli, proxied: P
         over(proxied)
 
 
-def test_a_host_that_ends_every_login_is_out_of_reach(cli: Cli, lab: Lab, tmp_path: Path) -> None:
+def test_a_host_that_ends_every_login_is_out_of_reach(
+    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+) -> None:
     """A few attempts, not many: whoever is ended for his keys is locked out in the end."""
     known = yaml.safe_load(lab.inventory.read_text())
     with Proxy(1) as proxy:  # where nothing listens: it accepts, and resets
         known["hosts"]["lab"]["port"] = proxy.port
         cli.inventory = tmp_path / "elsewhere.yaml"
         cli.inventory.write_text(yaml.safe_dump(known))
-        error = cli.json("push", CT, cwd=tmp_path, code=3)
+        error = cli.json("push", CT, cwd=code, code=3)
     assert (error["error"], error["host"]) == ("HostUnreachable", "lab")
     assert "ended during the login" in error["message"] and "MaxStartups" in error["next"]
 

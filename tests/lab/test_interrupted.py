@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from laptop import Cli
 
+from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
@@ -34,7 +35,8 @@ def interrupted(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, err
 
 
-def test_before_anything_was_asked_nothing_was_started(cli: Cli, proxied: Proxy) -> None:
+def test_before_anything_was_asked_nothing_was_started(cli: Cli, lab: Lab, proxied: Proxy) -> None:
+    before = Cli(cli.home, lab.inventory).run_ids(CT)
     proxied.black_hole()
     process = cli.start(*LAUNCH, "--", "true")
     until(lambda: proxied.traffic()["connections"])
@@ -42,7 +44,7 @@ def test_before_anything_was_asked_nothing_was_started(cli: Cli, proxied: Proxy)
     _, err = interrupted(process)
     assert "interrupted: nothing was started" in err
     proxied.black_hole(False)
-    assert not cli.json("ps", CT)["runs"]
+    assert cli.run_ids(CT) == before
 
 
 def test_a_start_that_was_asked_for_may_have_come_about(cli: Cli, proxied: Proxy) -> None:
