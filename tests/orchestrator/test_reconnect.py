@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator import reconnect
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import ConnectionLost
+from orchestrator.errors import ConnectionLost, DflashctlError, HostUnreachable
 from orchestrator.fleet import Fleet
 
 
@@ -55,3 +55,25 @@ def test_a_link_that_was_closed_under_a_thread_is_not() -> None:
     with pytest.raises(ConnectionLost):
         reconnect.reconnecting(cast(Fleet, links), channels, work, told.append)
     assert (len(made), told) == (1, [])
+
+
+@pytest.mark.parametrize(("kind", "attempts"), [(ConnectionLost, 2), (HostUnreachable, 1)])
+def test_only_a_host_that_was_there_is_asked_again_for_the_first_channel(
+    kind: type[DflashctlError], attempts: int
+) -> None:
+    """Several containers' first channel needs their host's agent, whose hello may be cut."""
+    links, told, asked = Links(), list[str](), list[int]()
+
+    def channels() -> AgentChannel:
+        asked.append(1)
+        if len(asked) == 1:
+            raise kind("gone", host="pve1")
+        return cast(AgentChannel, object())
+
+    work = lambda channel: "done"  # noqa: E731
+    if kind is HostUnreachable:
+        with pytest.raises(HostUnreachable):
+            reconnect.reconnecting(cast(Fleet, links), channels, work, told.append)
+    else:
+        assert reconnect.reconnecting(cast(Fleet, links), channels, work, told.append) == "done"
+    assert (len(asked), len(told)) == (attempts, attempts - 1)
