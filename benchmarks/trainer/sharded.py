@@ -98,8 +98,7 @@ def run_sharded_rank(options: Any) -> None:
                 torch.cuda.empty_cache()
     pairs = zip(found["shard"], found["replica"], strict=True)
     tell("largest difference of losses", max(abs(a - b) / abs(b) for a, b in pairs))
-    stats = load.lock.stats()
-    tell("recompiles, eager runs", [stats.recompiles, stats.eager_runs])
+    tell("eager runs", load.lock.stats().eager_runs)
     dist.destroy_process_group()
 
 
@@ -111,35 +110,55 @@ def tell_planned(load: Workload, kind: str, ranks: int, tell: Any) -> None:
     tell(f"{kind}: planned GB", planned / 1e9)
 
 
+class Memory:
+    """Of a device, over what it held at the start: the kind before may have left something."""
+
+    def __init__(self, kind: str, device: torch.device, tell: Any) -> None:
+        self.kind, self.device, self.tell = kind, device, tell
+        self.gpu = device.type == "cuda"
+        self.before = torch.cuda.memory_allocated(device) if self.gpu else 0
+        self.begin()
+
+    def begin(self) -> None:
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self, name: str) -> None:
+        if self.gpu:
+            self._tell(name, torch.cuda.max_memory_allocated(self.device))
+
+    def now(self, name: str) -> None:
+        if self.gpu:
+            self._tell(name, torch.cuda.memory_allocated(self.device))
+
+    def _tell(self, name: str, held: int) -> None:
+        self.tell(f"{self.kind}: {name} GB", (held - self.before) / 1e9)
+
+
 def measure(load: Workload, kind: str, device: torch.device, count: int, tell: Any) -> list[float]:
-    gpu = device.type == "cuda"
-    if gpu:
-        torch.cuda.reset_peak_memory_stats(device)
+    memory = Memory(kind, device, tell)
     began = time.perf_counter()
     group = dist.group.WORLD
     assert group is not None
     stage = load.make_sharded(device, group) if kind == "shard" else load.make_drafter(device)
     steps = Steps(load, stage, AllReduce(stage.buckets(), group, device))
-    if gpu:
-        tell(f"{kind}: peak while building GB", torch.cuda.max_memory_allocated(device) / 1e9)
+    memory.peak("peak while building")
     steps.warm_up()
-    load.lock.end_warm_up()
     tell(f"{kind}: built and compiled s", time.perf_counter() - began)
+    compiles = load.lock.stats().compiles
     losses = steps.losses()
     tell(f"{kind}: losses", losses)
-    if gpu:
-        tell(f"{kind}: between steps GB", torch.cuda.memory_allocated(device) / 1e9)
-        torch.cuda.reset_peak_memory_stats(device)
+    memory.now("between steps")
+    memory.begin()
     for share in SHARES:
         seconds = steps.seconds(share, max(2, count // 2 // share))
         tell(f"{kind}: step of {share} microbatches a drafter, ms", seconds * 1e3)
-    if gpu:
-        tell(f"{kind}: peak of a step GB", torch.cuda.max_memory_allocated(device) / 1e9)
-        torch.cuda.reset_peak_memory_stats(device)
+    memory.peak("peak of a step")
+    tell(f"{kind}: compiles after the first microbatch", load.lock.stats().compiles - compiles)
+    memory.begin()
     if kind == "shard":
         began = time.perf_counter()
         stage.state()
         tell("shard: state gathered s", time.perf_counter() - began)
-        if gpu:
-            tell("shard: peak while gathering GB", torch.cuda.max_memory_allocated(device) / 1e9)
+        memory.peak("peak while gathering")
     return losses
