@@ -168,24 +168,12 @@ OPTIONS = r"\b400 |missing command"
 START = r"startup for container|lxc-start|__lxc_start|failed to start"
 
 
-def exec_failed(e: Evidence) -> Iterator[Finding]:
-    """The way in is broken: cluster filesystem down (``ipcc_send_rec[1] failed``), not root, no
-    quorum, lxc-attach's ``Failed to exec``, eaten options (``400 unable to parse option``). A tmux
-    that lxc-attach cannot find is ``tmux.missing``, another program ``env.path``."""
-    hits = [h for h in e.search(*EXEC) if not re.search(r'["/]tmux\b', h.line.text)]
-    if not hits:
-        return
-    number = container_of(e)
-    said = "\n".join(h.line.text for h in hits)
-    host = e.place
-
-    def kind(*patterns: str) -> bool:
-        return any(re.search(pattern, said) for pattern in patterns)
-
-    lasting = not any(e.outcome.moved_on(h.line.number) for h in hits)
-    quote = hits[0].line.text.strip()[:120]
-    if kind(*NOT_ROOT):
-        yield e.found(
+def _host_refuses(e: Evidence, hits: list[Hit], lasting: bool) -> Finding | None:
+    """Whatever the container: not root, no quorum, the cluster's file system down
+    (``ipcc_send_rec[1] failed``), no pct."""
+    host, quote = e.place, _quote(hits)
+    if _say(hits, *NOT_ROOT):
+        return e.found(
             "ct.exec_failed",
             f"pct needs root on the host: {quote}",
             hits[:4],
@@ -194,8 +182,8 @@ def exec_failed(e: Evidence) -> Iterator[Finding]:
             f"by hand: ssh {host.ssh_options}root@{host.address or 'HOST'} pct list",
             lasting=lasting,
         )
-    elif kind(NO_QUORUM):
-        yield e.found(
+    if _say(hits, NO_QUORUM):
+        return e.found(
             "ct.exec_failed",
             f"the host's cluster has no quorum, so pct refuses: {quote}",
             hits[:4],
@@ -203,8 +191,8 @@ def exec_failed(e: Evidence) -> Iterator[Finding]:
             "only if they will not come back: pvecm expected 1; then pct list",
             lasting=lasting,
         )
-    elif kind(*CLUSTER):
-        yield e.found(
+    if _say(hits, *CLUSTER):
+        return e.found(
             "ct.exec_failed",
             f"the host's cluster filesystem does not answer, so pct cannot work: {quote}",
             hits[:4],
@@ -212,24 +200,31 @@ def exec_failed(e: Evidence) -> Iterator[Finding]:
             "if it is dead: systemctl restart pve-cluster; pct list   # containers run on",
             lasting=lasting,
         )
-    elif kind(NO_PCT):
-        yield e.found(
+    if _say(hits, NO_PCT):
+        return e.found(
             "ct.exec_failed",
             f"the host has no pct on this user's PATH: {quote}",
             hits[:4],
             "is it a Proxmox host? connect as root, or set `pct` of the host in the inventory",
             lasting=lasting,
         )
-    elif kind(OPTIONS):
-        yield e.found(
+    return None
+
+
+def _container_refuses(e: Evidence, hits: list[Hit], lasting: bool) -> Finding | None:
+    """Options that pct took for its own (``400 unable to parse option``), a container that does not
+    start."""
+    number, quote = container_of(e), _quote(hits)
+    if _say(hits, OPTIONS):
+        return e.found(
             "ct.exec_failed",
             f"pct took the command's words for its own: {quote}",
             hits[:4],
             f"put -- before the command: pct exec {number} -- COMMAND",
             lasting=lasting,
         )
-    elif kind(START):
-        yield e.found(
+    if _say(hits, START):
+        return e.found(
             "ct.exec_failed",
             f"container {number} does not start: {quote}",
             hits[:4],
@@ -237,15 +232,34 @@ def exec_failed(e: Evidence) -> Iterator[Finding]:
             f"journalctl -u pve-container@{number} -n 50; pct config {number}",
             lasting=lasting,
         )
-    else:
-        yield e.found(
-            "ct.exec_failed",
-            f"pct or lxc-attach failed before the command ran: {quote}",
-            hits[:4],
-            f"as root on the host, by hand: pct exec {number} -- true; pct status {number}\n"
-            "dflashctl doctor looks at each step of the way in",
-            lasting=lasting,
-        )
+    return None
+
+
+def exec_failed(e: Evidence) -> Iterator[Finding]:
+    """The way in is broken otherwise, such as by lxc-attach's ``Failed to exec``. A tmux that it
+    cannot find is ``tmux.missing``, another program ``env.path``."""
+    hits = [h for h in e.search(*EXEC) if not re.search(r'["/]tmux\b', h.line.text)]
+    if not hits:
+        return
+    number = container_of(e)
+    lasting = not any(e.outcome.moved_on(h.line.number) for h in hits)
+    told = _host_refuses(e, hits, lasting) or _container_refuses(e, hits, lasting)
+    yield told or e.found(
+        "ct.exec_failed",
+        f"pct or lxc-attach failed before the command ran: {_quote(hits)}",
+        hits[:4],
+        f"as root on the host, by hand: pct exec {number} -- true; pct status {number}\n"
+        "dflashctl doctor looks at each step of the way in",
+        lasting=lasting,
+    )
+
+
+def _say(hits: list[Hit], *patterns: str) -> bool:
+    return any(re.search(pattern, h.line.text) for pattern in patterns for h in hits)
+
+
+def _quote(hits: list[Hit]) -> str:
+    return hits[0].line.text.strip()[:120]
 
 
 _BOOT = r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"

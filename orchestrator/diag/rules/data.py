@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from orchestrator.diag.evidence import Evidence
+from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.rules.shared import container_of, path_in
 from orchestrator.diag.tracebacks import Failure
@@ -147,6 +147,14 @@ def _is_data(failure: Failure) -> bool:
     )
 
 
+# A parser's own errors, and those that mean data only where the user's code reads some.
+_PARSE_ERRORS = (
+    *("JSONDecodeError", "ArrowInvalid", "ArrowTypeError", "BadGzipFile", "ZstdError"),
+    *("DatasetGenerationError", "DatasetGenerationCastError", "CastError", "ParserError"),
+)
+_READ_ERRORS = ("EOFError", "UnicodeDecodeError", "KeyError", "ValueError", "error", "ZlibError")
+
+
 def format_(e: Evidence) -> Iterator[Finding]:
     """json, pyarrow, datasets, gzip, zstd and csv on a broken record or file; the message's row,
     else the line the loader names. The same exception inside a compile cache or a config is not
@@ -154,49 +162,11 @@ def format_(e: Evidence) -> Iterator[Finding]:
     failures = [
         f
         for f in e.errors
-        if (
-            f.name
-            in (
-                "JSONDecodeError",
-                "ArrowInvalid",
-                "DatasetGenerationError",
-                "CastError",
-                "BadGzipFile",
-                "ZstdError",
-                "ParserError",
-                "DatasetGenerationCastError",
-                "ArrowTypeError",
-            )
-            or (
-                f.name
-                in (
-                    "EOFError",
-                    "UnicodeDecodeError",
-                    "KeyError",
-                    "ValueError",
-                    "error",
-                    "ZlibError",
-                )
-                and _in_data_code(f)
-            )
-        )
+        if (f.name in _PARSE_ERRORS or (f.name in _READ_ERRORS and _in_data_code(f)))
         and not _in_cache(f)
         and not e.recovered(f.line)
     ]
-    hits = [
-        h
-        for h in e.search(*FORMAT)
-        if not e.recovered(h.line)
-        and not re.search(
-            r"(?i)skip|ignor|drop|torchinductor|triton|codecache|checkpoint|ckpt|safetensors",
-            h.line.text,
-        )
-    ]
-    hits = [
-        h
-        for h in hits
-        if not any(_in_cache(f) and f.first <= h.line.number <= f.last for f in e.failures)
-    ]
+    hits = _said_malformed(e)
     if not failures and not hits:
         return
     near = [
@@ -206,26 +176,14 @@ def format_(e: Evidence) -> Iterator[Finding]:
         if 0 < li.number - f.line.number <= 3
         and re.search(rf"{_DATA_FILE}|\b(?:line|sample|row|record) [\d,]+", li.text)
     ]
-    where = re.search(
-        rf"(\S+{_DATA_FILE})[^\n]*?(?:(?:line|row|sample|record|:)\s?([\d,]+))?",
-        " ".join(
-            [
-                *(li.text for li in near),
-                *(f.message for f in failures[:2]),
-                *(h.line.text for h in hits[:2]),
-            ]
-        ),
-    )
-    name = where[1].strip("'\"(),") if where else ""
+    told = [li.text for li in near] + [f.message for f in failures[:2]]
+    told += [h.line.text for h in hits[:2]]
+    file = re.search(rf"\S+{_DATA_FILE}", " ".join(told))
+    name = file[0].strip("'\"(),") if file else ""
+    said = failures[0].message.splitlines()[0][:120] if failures and failures[0].message else ""
     yield e.found(
         "data.format",
-        "a record does not parse"
-        + (f" in {name}" if name else "")
-        + (
-            f": {failures[0].message.splitlines()[0][:120]}"
-            if failures and failures[0].message
-            else ""
-        ),
+        "a record does not parse" + (f" in {name}" if name else "") + (f": {said}" if said else ""),
         [*failures[:2], *near[:1], *hits[:2]],
         f"python - <<'P'\nimport json\nfor n, line in enumerate(open('{name or 'FILE.jsonl'}'),"
         " 1):\n"
@@ -234,6 +192,21 @@ def format_(e: Evidence) -> Iterator[Finding]:
         "or drop it",
         confidence=0.88,
     )
+
+
+def _said_malformed(e: Evidence) -> list[Hit]:
+    """Words of a broken record that nobody passed over and that are no cache's or checkpoint's."""
+    caches = [f for f in e.failures if _in_cache(f)]
+    others = re.compile(
+        r"(?i)skip|ignor|drop|torchinductor|triton|codecache|checkpoint|ckpt|safetensors"
+    )
+    return [
+        h
+        for h in e.search(*FORMAT)
+        if not e.recovered(h.line)
+        and not others.search(h.line.text)
+        and not any(f.first <= h.line.number <= f.last for f in caches)
+    ]
 
 
 def _in_cache(failure: Failure) -> bool:
@@ -247,8 +220,17 @@ def _in_cache(failure: Failure) -> bool:
     )
 
 
+_OF_A_RECORD = {
+    "KeyError": r"'(?:messages|conversations|text|content|role|input_ids|prompt|response|labels|"
+    r"completion|loss_mask|tokens?|from|value)'",
+    "ValueError": r"parse|invalid literal|could not convert|reshape|unpack|column|field|"
+    r"expected \d+ (?:fields|columns)",
+}
+"""Words that make an error of every day one of a record, in code that reads data."""
+
+
 def _in_data_code(failure: Failure) -> bool:
-    """The innermost frame of the user's own is in code that reads data."""
+    """One of the innermost frames reads data: the user's own by its file's name, or a library's."""
     frames = failure.frames[-3:]
     named = any(
         re.search(
@@ -258,26 +240,8 @@ def _in_data_code(failure: Failure) -> bool:
         for fr in frames
         if not fr.library
     )
-    if failure.name == "KeyError":
-        return (
-            named
-            and re.search(
-                r"'(?:messages|conversations|text|content|role|input_ids|prompt|response|labels|"
-                r"completion|loss_mask|tokens?|from|value)'",
-                failure.message,
-            )
-            is not None
-        )
-    if failure.name == "ValueError":
-        return (
-            named
-            and re.search(
-                r"parse|invalid literal|could not convert|reshape|unpack|column|field|"
-                r"expected \d+ (?:fields|columns)",
-                failure.message,
-            )
-            is not None
-        )
+    if (words := _OF_A_RECORD.get(failure.name)) is not None:
+        return named and re.search(words, failure.message) is not None
     if failure.name == "EOFError":
         return named or "end-of-stream" in failure.message
     return named or any(

@@ -125,40 +125,37 @@ def driver_missing(e: Evidence) -> Iterator[Finding]:
     )
 
 
-def nodes(e: Evidence) -> Iterator[Finding]:
-    """``/dev/nvidia-uvm`` absent gives CUDA's ``unknown error`` (999) although nvidia-smi works; a
-    plain file in its place (a bind mount made before the module was loaded) or a stale major number
-    (the module's number is dynamic and changes at a reboot) gives the same words."""
-    trouble: list[Hit] = [*e.search(*UNKNOWN_INIT), *e.search(*NONE, *DRIVER_MISSING)]
-    invalid = [n for n in e.probes.nodes if _invalid(n, e.probes.majors)]
-    enxio = [
-        li for li, _ in e.probes.search(r"/dev/nvidia\S*[^\n]*(?:ENXIO|ENODEV|No such device)")
-    ]
-    number = container_of(e)
-    if invalid or enxio:
-        node = invalid[0] if invalid else None
-        major = e.probes.majors.get("nvidia-uvm")
-        how = (
-            ""
-            if node is None
-            else f"{node.path} is a plain file"
-            if node.kind != "c"
-            else f"{node.path} has major {node.major}, the driver has "
-            f"{_want(node, e.probes.majors)}"
-        )
-        yield e.found(
-            "gpu.node_invalid",
-            how or "a device node points to no driver",
-            [*(n.line for n in invalid[:2]), *enxio[:1], *trouble[:2]],
-            f"on the host: ls -l /dev/nvidia*; grep nvidia /proc/devices; nvidia-modprobe -u -c 0\n"
-            f"in /etc/pve/lxc/{number}.conf: lxc.cgroup2.devices.allow: c {major or 'MAJOR'}:* "
-            "rwm and the "
-            f"bind mounts\npct stop {number}; rm the plain files under the rootfs's /dev; pct "
-            f"start {number}",
-            confidence=0.96,
-        )
+def node_invalid(e: Evidence) -> Iterator[Finding]:
+    """A plain file in a device node's place (a bind mount made before the module was loaded) or a
+    stale major number (the module's number is dynamic and changes at a reboot): CUDA's ``unknown
+    error`` (999) although nvidia-smi works."""
+    invalid, refused = _invalid_nodes(e), _refused_opens(e)
+    if not invalid and not refused:
         return
-    listed = [n.path for n in e.probes.nodes]
+    majors, number = e.probes.majors, container_of(e)
+    how = "a device node points to no driver"
+    if invalid:
+        node = invalid[0]
+        how = f"{node.path} is a plain file"
+        if node.kind == "c":
+            how = f"{node.path} has major {node.major}, the driver has {_want(node, majors)}"
+    yield e.found(
+        "gpu.node_invalid",
+        how,
+        [*(n.line for n in invalid[:2]), *refused[:1], *_cuda_fails(e)[:2]],
+        f"on the host: ls -l /dev/nvidia*; grep nvidia /proc/devices; nvidia-modprobe -u -c 0\n"
+        f"in /etc/pve/lxc/{number}.conf: lxc.cgroup2.devices.allow: c "
+        f"{majors.get('nvidia-uvm') or 'MAJOR'}:* rwm and the "
+        f"bind mounts\npct stop {number}; rm the plain files under the rootfs's /dev; pct "
+        f"start {number}",
+        confidence=0.96,
+    )
+
+
+def uvm_missing(e: Evidence) -> Iterator[Finding]:
+    """``/dev/nvidia-uvm`` absent gives CUDA's ``unknown error`` (999) although nvidia-smi works."""
+    if _invalid_nodes(e) or _refused_opens(e):
+        return
     absent = [
         li
         for li, _ in e.probes.search(
@@ -168,26 +165,46 @@ def nodes(e: Evidence) -> Iterator[Finding]:
         )
     ]
     absent += [h.line for h in e.search(r"/dev/nvidia-uvm\S*:? No such file", probes=False)]
-    has_gpu = any(re.fullmatch(r"/dev/nvidia\d+", p) for p in listed)
-    unlisted = has_gpu and not any(p == "/dev/nvidia-uvm" for p in listed)
-    also = e.probes.search(r"/dev/nvidia-uvm\b") if not absent else []
-    if absent or (unlisted and trouble and not also):
-        at: list[Hit | Line] = [*absent[:2], *trouble[:2]]
-        if not absent:
-            at += [n.line for n in e.probes.nodes[:3]]
-        yield e.found(
-            "gpu.uvm_missing",
-            "/dev/nvidia-uvm is absent in the container: nvidia-smi works, CUDA does not",
-            at,
-            "on the host: modprobe nvidia_uvm && nvidia-modprobe -u -c 0 && ls -l "
-            "/dev/nvidia-uvm*\n"
-            f"in /etc/pve/lxc/{number}.conf:\n"
-            "lxc.mount.entry: /dev/nvidia-uvm dev/nvidia-uvm none bind,optional,create=file\n"
-            "lxc.mount.entry: /dev/nvidia-uvm-tools dev/nvidia-uvm-tools none "
-            "bind,optional,create=file\n"
-            f"pct reboot {number}; at boot: echo nvidia_uvm >> /etc/modules-load.d/nvidia.conf",
-            confidence=0.93,
-        )
+    trouble = _cuda_fails(e)
+    at: list[Hit | Line] = [*absent[:2], *trouble[:2]]
+    if not absent:
+        if not trouble or not _uvm_unlisted(e) or e.probes.has(r"/dev/nvidia-uvm\b"):
+            return
+        at += [n.line for n in e.probes.nodes[:3]]
+    number = container_of(e)
+    yield e.found(
+        "gpu.uvm_missing",
+        "/dev/nvidia-uvm is absent in the container: nvidia-smi works, CUDA does not",
+        at,
+        "on the host: modprobe nvidia_uvm && nvidia-modprobe -u -c 0 && ls -l /dev/nvidia-uvm*\n"
+        f"in /etc/pve/lxc/{number}.conf:\n"
+        "lxc.mount.entry: /dev/nvidia-uvm dev/nvidia-uvm none bind,optional,create=file\n"
+        "lxc.mount.entry: /dev/nvidia-uvm-tools dev/nvidia-uvm-tools none "
+        "bind,optional,create=file\n"
+        f"pct reboot {number}; at boot: echo nvidia_uvm >> /etc/modules-load.d/nvidia.conf",
+        confidence=0.93,
+    )
+
+
+def _cuda_fails(e: Evidence) -> list[Hit]:
+    """The surest words first."""
+    return [*e.search(*UNKNOWN_INIT), *e.search(*NONE, *DRIVER_MISSING)]
+
+
+def _refused_opens(e: Evidence) -> list[Line]:
+    found = e.probes.search(r"/dev/nvidia\S*[^\n]*(?:ENXIO|ENODEV|No such device)")
+    return [li for li, _ in found]
+
+
+def _uvm_unlisted(e: Evidence) -> bool:
+    """The list of nodes has a card and no nvidia-uvm."""
+    listed = {n.path for n in e.probes.nodes}
+    has_gpu = any(re.fullmatch(r"/dev/nvidia\d+", path) for path in listed)
+    return has_gpu and "/dev/nvidia-uvm" not in listed
+
+
+def _invalid_nodes(e: Evidence) -> list[Node]:
+    return [n for n in e.probes.nodes if _invalid(n, e.probes.majors)]
 
 
 def _invalid(node: Node, majors: dict[str, int]) -> bool:
@@ -329,4 +346,4 @@ def _mostly_others(text: str, e: Evidence) -> bool:
     return held > 2 * mine and not {p for p, _, _ in others} & ours
 
 
-RULES = (mismatch, driver_missing, nodes, permission, none, busy)
+RULES = (mismatch, driver_missing, node_invalid, uvm_missing, permission, none, busy)
