@@ -185,7 +185,7 @@ def watch_part(
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         start_new_session=True,
     )
-    lines: deque[str] = deque(maxlen=200)
+    lines: deque[str] = deque(maxlen=400)
 
     def read() -> None:
         assert process.stdout is not None

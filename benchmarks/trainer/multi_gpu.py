@@ -396,7 +396,7 @@ def run_watched(
     elif ended.over or ended.code:
         how = f"ended at its limit of {limit:.0f} s" if ended.over else f"exit {ended.code}"
         tell("failed", how)
-        print("\n".join(ended.lines[-40:]), flush=True)
+        print("\n".join(ended.lines[-150:]), flush=True)
 
 
 def command_of(options: argparse.Namespace, part: str) -> list[str]:

@@ -437,7 +437,7 @@ def run_watched(
     with (options.folder / "quality.jsonl").open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(record) + "\n")
     if ended.code or ended.over:
-        print("\n".join(ended.lines[-40:]), flush=True)
+        print("\n".join(ended.lines[-150:]), flush=True)
     print(json.dumps({k: v for k, v in record.items() if k != "loss"}), flush=True)
 
 
