@@ -95,43 +95,19 @@ def read_outcome(
 ) -> Outcome:
     """From the last attempt's last words, an exit record and a process list, the record first."""
     last_step = series.steps[-1].number if series.steps else 0
-    last_line = lines[-1].number if lines else 0
-    record = probes.exit
-    alive = probes.alive
+    record, alive = probes.exit, probes.alive
     done = _done_line(lines, last_step)
     ended = _ended(lines, last_step, done)
     attempt = _attempt(lines, series)
-    # A traceback's own words, such as "got 'retry'", do not say that it was survived.
-    inside = {
-        n
+    going_on = _going_on(lines, failures)
+    fatal = any(
+        f.headed and f.first > last_step and not any(0 <= n - f.last <= 12 for n in going_on)
         for f in failures
-        if f.headed and f.line.source == "log"
-        for n in range(f.first, f.line.number + 1)
-    }
-    going_on = tuple(
-        li.number
-        for li in lines
-        if li.number not in inside and not li.quiet and _GOES_ON.search(li.text)
+        if f.line.source == "log" and not f.ignored and f.first >= attempt
     )
-    fatal = [
-        f
-        for f in failures
-        if f.line.source == "log"
-        and not f.ignored
-        and f.headed
-        and f.first > last_step
-        and f.first >= attempt
-        and not any(0 <= n - f.last <= 12 for n in going_on)
-    ]
+    code = _own_code(record, done) if record is not None else None
     state: State = "unknown"
-    code = None
-    if record is not None:
-        own = record.pipe[0] if record.pipe else record.code
-        own = record.shell if own is None else own
-        if not record.pipe and own == 0 and record.shell and done is None:
-            own = record.shell
-        code = own or record.signal or own
-    if record is not None and code not in (None, 0):
+    if code:
         state = "failed"
     elif ended is None and (
         (code == 0 and not fatal) or (done is not None and (record is None or code == 0))
@@ -141,15 +117,39 @@ def read_outcome(
         state = "failed"
     elif alive:
         state = "running"
-    elif alive is False or (alive is None and done is None and _complains(lines, last_step)):
+    elif alive is False or (done is None and _complains(lines, last_step)):
         state = "failed"
-    elif series.steps and not fatal:
-        state = "running" if probes.now is not None else "unknown"
-    if state == "failed" and (
-        done is None or (record is not None and record.code not in (None, 0))
-    ):
-        done = None if record is not None and record.code not in (None, 0) else done
+    elif series.steps and not fatal and probes.now is not None:
+        state = "running"
+    if state == "failed" and record is not None and record.code:
+        done = None  # what came after the word was no noise
+    last_line = lines[-1].number if lines else 0
     return Outcome(state, record, done, attempt, ended, alive, going_on, last_step, last_line)
+
+
+def _own_code(record: Exit, done: int | None) -> int | None:
+    """The trainer's code, or the signal that ended it, among those that were recorded."""
+    own = record.pipe[0] if record.pipe else record.code
+    # A shell's code beside the trainer's 0 counts where the log has no word of an end.
+    if own is None or (not record.pipe and own == 0 and record.shell and done is None):
+        own = record.shell
+    return own or record.signal or own
+
+
+def _going_on(lines: Sequence[Line], failures: Sequence[Failure]) -> tuple[int, ...]:
+    """Lines that say that something was retried or passed over; a traceback's own words, such as
+    "got 'retry'", do not."""
+    inside = {
+        n
+        for f in failures
+        if f.headed and f.line.source == "log"
+        for n in range(f.first, f.line.number + 1)
+    }
+    return tuple(
+        li.number
+        for li in lines
+        if li.number not in inside and not li.quiet and _GOES_ON.search(li.text)
+    )
 
 
 def _complains(lines: Sequence[Line], last_step: int) -> bool:
