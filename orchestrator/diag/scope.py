@@ -35,7 +35,6 @@ _ASKED = re.compile(r"invoked oom-killer")
 _GROUP = re.compile(r"oom-kill:constraint=|Task in \S+ killed as a result of limit of")
 _TASK_GROUP = re.compile(r"(?:task_memcg=|Task in )([^,\s]+)")
 _VICTIM = re.compile(r"(?:Kill(?:ed)? process|reaped process|pid=)\s*(\d+)")
-_BUS = re.compile(r"\b(?:[0-9a-fA-F]{4,8}:)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.[0-7])?\b")
 _CARD = re.compile(r"\bNVRM\b|\bnvidia[\d-]|\bXid\b|nvidia-smi|\bGPU\b")
 _ADDRESS = re.compile(r"\b(?:PCI:|GPU |pci )?((?:[0-9a-fA-F]{4,8}:)[0-9a-fA-F]{2}:[0-9a-fA-F]{2})")
 

@@ -209,8 +209,8 @@ def _frame(stream: _Stream, line: Line, text: str) -> bool:
         stream.half_frame = ""
         match = _FRAME.match(joined)
     if match is None:
-        if stream.open and (half := _WRAPPED_FRAME.match(text)) is not None:
-            stream.half_frame = text.rstrip("\n") if half else ""
+        if stream.open and _WRAPPED_FRAME.match(text) is not None:
+            stream.half_frame = text.rstrip("\n")
             return True
         if stream.open and stream.open[-1].frames and text[:4] == "    ":
             frames = stream.open[-1].frames

@@ -73,11 +73,9 @@ def full(e: Evidence) -> Iterator[Finding]:
         and not m.path.startswith(("/snap/", "/sys", "/proc", "/boot"))
     ]
     hits: list[Hit] = [*plain, *thin]
-    if writer and (fulls or plain or _room_unknown(e)):
+    if writer and (fulls or plain or not e.probes.mounts):
         hits += writer
     if not hits:
-        return
-    if plain and all(_SHM.search(h.line.text) for h in plain):
         return
     path = next((p for h in hits if (p := path_in(h.line.text))), "")
     mount = mount_of(e, path) if path else None
@@ -104,10 +102,6 @@ def full(e: Evidence) -> Iterator[Finding]:
     )
 
 
-def _room_unknown(e: Evidence) -> bool:
-    return not e.probes.mounts
-
-
 def readonly(e: Evidence) -> Iterator[Finding]:
     """Errno 30, 5 and 116; ext4's ``Remounting filesystem read-only``, block layer's ``I/O error,
     dev sda``; a network mount that went stale."""
@@ -119,8 +113,6 @@ def readonly(e: Evidence) -> Iterator[Finding]:
     ]
     log = [h for h in hits if h.line.source == "log"]
     if not log and not _writes_failed(e, hits):
-        return
-    if not hits:
         return
     path = next((p for h in hits if (p := path_in(h.line.text))), "")
     stale = any("tale file handle" in h.line.text or "116" in h.line.text for h in hits)

@@ -24,6 +24,13 @@ OOM_LOG = (
     r"\bOOM[ -]?[Kk]ill(?:ed|er)\b(?!.{0,20}(?:=|: ?)0)",
     r"Detected [1-9]\d* oom[-_]kill event",
 )
+KILLED = (
+    r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed",
+    r"^\S*:? ?(?:line \d+: +\d+ )?Killed\b",
+    r"exitcode\s*: ?-9\b|\(exitcode: -9\)|Signal 9 \(SIGKILL\)",
+    r"BrokenProcessPool|A process in the process pool was terminated abruptly",
+    r"\b(?:exit|rc|code|status)\D{0,12}137\b",
+)
 
 
 def oom_killed(e: Evidence) -> Iterator[Finding]:
@@ -37,42 +44,22 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
     victims = {
         m[1] for li in kernel if (m := re.search(r"Kill(?:ed)? process (\d+)", li.text)) is not None
     }
-    counters = _counters(e)
-    worker = e.search(
-        r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed",
-        r"^\S*:? ?(?:line \d+: +\d+ )?Killed\b",
-        r"exitcode\s*: ?-9\b|\(exitcode: -9\)|Signal 9 \(SIGKILL\)",
-        r"BrokenProcessPool|A process in the process pool was terminated abruptly",
-        r"\b(?:exit|rc|code|status)\D{0,12}137\b",
-    )
+    worker = e.search(*KILLED)
     if kernel:  # torch's words when it learns only that the worker is gone
         worker += e.search(r"DataLoader worker \(pid\(s\) [^)]*\) exited unexpectedly")
     said = e.search(*OOM_LOG, probes=False)
-    record = e.outcome.exit
-    stopped = record is not None and bool(record.stopped_by)  # the KILL is our own last resort
-    by_kill = bool(worker) or (
-        record is not None
-        and not stopped
-        and (record.signal == 9 or 137 in (record.code, record.shell, *record.pipe))
-    )
-    if record is not None and (record.signal == 15 or 143 in (record.code, record.shell)):
-        # earlyoom asks before it kills.
-        by_kill = by_kill or any("SIGTERM" in li.text for li in kernel)
-    ended = record is not None and (
-        stopped or record.code is not None or record.signal not in (None, 9)
-    )
-    if ended and not by_kill and not said:
-        return  # it ended by a code of its own: these kills are somebody else's or long past
-    if counters and not _full_story(counters, kernel, by_kill, e):
-        counters = []
-    if kernel and not by_kill and _other_reason(e):
+    by_kill = bool(worker) or _recorded_kill(e, kernel)
+    if _ended_by_itself(e) and not by_kill and not said:
+        return  # these kills are somebody else's or long past
+    # A counter alone says "once since boot": it counts if a kill, or silence, fits it.
+    unfit = not by_kill and _other_reason(e)
+    if kernel and unfit:
         return
+    counters = [] if unfit else _counters(e)
     if not (kernel or counters or said):
-        if worker and "DataLoader" in worker[0].line.text and not e.probes:
-            kernel = []  # the only ordinary sender of SIGKILL to a lone worker is the OOM killer
-            counters = [worker[0].line]
-        else:
+        if not worker or "DataLoader" not in worker[0].line.text or e.probes:
             return
+        counters = [worker[0].line]  # the OOM killer alone sends a lone worker SIGKILL
     who = f" (PID {', '.join(sorted(victims))})" if victims else ""
     group = any("emory cgroup" in li.text or "CONSTRAINT_MEMCG" in li.text for li in kernel)
     yield e.found(
@@ -84,6 +71,26 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
         f"fewer or smaller loaders: num_workers, prefetch_factor, pinned buffers, shuffle buffers\n"
         f"watch it: cat /sys/fs/cgroup/memory.peak /sys/fs/cgroup/memory.events",
         confidence=0.95 if kernel or counters else 0.8,
+    )
+
+
+def _recorded_kill(e: Evidence, kernel: list[Line]) -> bool:
+    """The exit record tells of a KILL that was not our own last resort."""
+    record = e.outcome.exit
+    if record is None:
+        return False
+    asked = record.signal == 15 or 143 in (record.code, record.shell)
+    if asked and any("SIGTERM" in li.text for li in kernel):
+        return True  # earlyoom asks before it kills
+    killed = record.signal == 9 or 137 in (record.code, record.shell, *record.pipe)
+    return killed and not record.stopped_by
+
+
+def _ended_by_itself(e: Evidence) -> bool:
+    """By a code, by another signal than KILL, or because somebody asked for it."""
+    record = e.outcome.exit
+    return record is not None and (
+        bool(record.stopped_by) or record.code is not None or record.signal not in (None, 9)
     )
 
 
@@ -99,11 +106,6 @@ def _counters(e: Evidence) -> list[Line]:
         met = e.probes.search(r"\bmemory\.failcnt\D{1,4}(\d+)")
         found += [li for li, m in met if int(m[1]) > 0]
     return found
-
-
-def _full_story(counters: list[Line], kernel: list[Line], by_kill: bool, e: Evidence) -> bool:
-    """A counter alone says "once since boot": it counts if a kill, or silence, fits it."""
-    return bool(kernel) or by_kill or not _other_reason(e)
 
 
 def _other_reason(e: Evidence) -> bool:
