@@ -1,14 +1,13 @@
-"""Python packages and the shell's surroundings: modules, versions, drift, PATH."""
+"""Python packages: absent, not fitting one another, not as they were frozen."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
-from orchestrator.diag.rules.shared import container_of, target_of
+from orchestrator.diag.rules.shared import target_of
 from orchestrator.diag.text import Line
 from orchestrator.diag.tracebacks import Failure
 
@@ -42,30 +41,6 @@ VERSION = (
     r"huggingface_hub|np|pydantic)"
     r"[\w.]*' has no attribute",
 )
-PATH = (
-    r"(?:^|: )(?:line \d+: )?([\w./+-]+): (?:command )?not found\b",
-    r"(?:^|: )command not found: ([\w./+-]+)",
-    # bash in de, fr, es, it, pt, nl, pl, ru, zh, ja
-    r": ([\w./+-]+) ?: (?:Kommando nicht gefunden|Befehl nicht gefunden|commande introuvable|"
-    r"orden no encontrada|comando non trovato|comando não encontrado|opdracht niet gevonden|"
-    r"nie znaleziono polecenia|команда не найдена|未找到命令|コマンドが見つかりません)",
-    r"exec: \"([^\"]+)\": executable file not found in \$PATH",
-    # nohup, timeout, nice, env, stdbuf of coreutils; setsid and chrt of util-linux
-    r"failed to (?:run command|execute) ['‘`]?([\w./+-]+)['’`]?: No such file or directory",
-    r"/usr/bin/env: ['‘]?([\w./+-]+)['’]?: No such file or directory",
-    r"FileNotFoundError: \[Errno 2\] No such file or directory: '((?:\w[\w+-]*)|"
-    r"/usr/\S*bin/\S+)'\s*$",
-    r'Failed to exec "([^"]+)"',
-    r"(?:which: no|no) ([\w+-]+) in \(",
-    r"(?:bash|sh): (?:line \d+: )?(/\S*bin/[\w.+-]+): No such file or directory",
-    # Our own supervisor, of a program by its bare name.
-    r"\bcannot start ['\"]([\w.+-]+)['\"] in [^\n]*: No such file or directory(?!; there is no)",
-)
-USUAL = (
-    *("python3", "python", "torchrun", "accelerate", "deepspeed", "bash", "sh", "env", "uv"),
-    *("conda", "nohup", "numactl", "nsys", "mpirun", "jupyter", "tensorboard"),
-)
-_TOOLS_ELSEWHERE = re.compile(r"^(?:tmux|pct|ssh|nvidia-smi)$|/tmux$|\.sh$|\.py$")
 
 
 def missing_module(e: Evidence) -> Iterator[Finding]:
@@ -93,15 +68,8 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
     ]
     if not hits:
         return
-    first = hits[0]
-    text = first.text if isinstance(first, Failure) else first.line.text
-    name = re.search(
-        r"No module named '?([\w.-]+)'?|^(\S+): cannot open shared|(lib\S+\.so[\d.]*)|"
-        r"the (\S+) lib",
-        text.split(": ", 1)[-1],
-    )
-    module = next((g for g in name.groups() if g), "") if name else ""
-    if module == "trainer" or text.startswith("no trainer here"):
+    module = _module_in(hits[0])
+    if module == "trainer":
         # Ours; a package of that name on an index is somebody else's.
         yield e.found(
             "env.import",
@@ -124,6 +92,19 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         + _another(e),
         confidence=0.9 if not frozen else 0.85,
     )
+
+
+def _module_in(place: Failure | Hit) -> str:
+    """The module, library or package that is named as absent; empty if none is."""
+    text = place.text if isinstance(place, Failure) else place.line.text
+    if text.startswith("no trainer here"):
+        return "trainer"
+    name = re.search(
+        r"No module named '?([\w.-]+)'?|^(\S+): cannot open shared|(lib\S+\.so[\d.]*)|"
+        r"the (\S+) lib",
+        text.split(": ", 1)[-1],
+    )
+    return next((g for g in name.groups() if g), "") if name else ""
 
 
 def _python(e: Evidence) -> str:
@@ -216,28 +197,7 @@ def drift(e: Evidence) -> Iterator[Finding]:
     """The environment differs from the frozen one, and the failure is of the kind that this
     makes: a library that calls another in an old or new way. A difference beside an unrelated
     failure, or on a healthy run, is no finding."""
-    probes = [
-        p
-        for p in e.probes
-        if re.search(r"env_?(?:diff|drift)|freeze|lock_?diff", p.key)
-        or re.search(r"frozen .* vs|drift|differs? from (?:the )?(?:frozen|lock)", p.text)
-    ]
-    changed: list[Line] = []
-    for probe in probes:
-        rows = [
-            li
-            for li in probe.lines
-            if re.match(r"\s*[-+~!<>] ?[\w.-]+ ?(?:==|@|->| )|.*(?:->|→|=>).*\d", li.text)
-        ]
-        changed += rows
-    changed += [
-        h.line
-        for h in e.search(
-            r"environment (?:differs|drifted|has changed)|(?:differs|"
-            r"drift(?:ed)?) from (?:the )?(?:frozen|lock)",
-            probes=False,
-        )
-    ]
+    changed = _differences(e)
     if not changed or e.outcome.state in ("finished", "running"):
         return
     names = {
@@ -255,14 +215,9 @@ def drift(e: Evidence) -> Iterator[Finding]:
             or f.name in ("ImportError", "AttributeError", "ModuleNotFoundError")
         )
     ]
-    slow = not e.errors and e.outcome.state != "failed"
-    if not blamed and not (
-        slow
-        and e.outcome.ended is None
-        and len(changed) > 0
-        and e.outcome.state == "unknown"
-        and not e.series
-    ):
+    # No word at all, not even of an end, fits a library that fails before the program speaks.
+    wordless = e.outcome.state == "unknown" and not (e.errors or e.outcome.ended or e.series)
+    if not blamed and not wordless:
         return
     yield e.found(
         "env.drift",
@@ -274,6 +229,24 @@ def drift(e: Evidence) -> Iterator[Finding]:
         f"or accept it after a test: dflashctl env freeze {target_of(e)} -o GOOD.json",
         confidence=0.92,
     )
+
+
+def _differences(e: Evidence) -> list[Line]:
+    """Lines that tell of a package that is not as it was frozen."""
+    probes = [
+        p
+        for p in e.probes
+        if re.search(r"env_?(?:diff|drift)|freeze|lock_?diff", p.key)
+        or re.search(r"frozen .* vs|drift|differs? from (?:the )?(?:frozen|lock)", p.text)
+    ]
+    row = re.compile(r"\s*[-+~!<>] ?[\w.-]+ ?(?:==|@|->| )|.*(?:->|→|=>).*\d")
+    said = e.search(
+        r"environment (?:differs|drifted|has changed)|(?:differs|"
+        r"drift(?:ed)?) from (?:the )?(?:frozen|lock)",
+        probes=False,
+    )
+    rows = [li for probe in probes for li in probe.lines if row.match(li.text)]
+    return rows + [h.line for h in said]
 
 
 _MODEL_CLASS = re.compile(
@@ -305,94 +278,4 @@ def _names_package(failure: Failure, names: set[str]) -> bool:
     return code_error and bool(packages & names)
 
 
-_NO_FIRST_LINE = (
-    # bash 5.2 and later; before it, and zsh
-    r": (/\S+/)([\w.+-]+): cannot execute: required file not found",
-    r": (/\S+/)([\w.+-]+): /\S+: bad interpreter: No such file or directory",
-)
-
-
-def moved_environment(e: Evidence) -> Iterator[Finding]:
-    """A program whose first line names an interpreter that is gone: ``torchrun`` and ``pip`` of a
-    virtual environment that was moved or copied keep the old path."""
-    hits = [h for h in e.search(*_NO_FIRST_LINE, probes=False) if not h[2].endswith(".sh")]
-    if not hits or e.progress:
-        return
-    folder, name = hits[-1][1], hits[-1][2]
-    module = {"torchrun": "torch.distributed.run"}.get(name, name.replace("-", "_"))
-    yield e.found(
-        "env.path",
-        f"{folder}{name} names an interpreter that is not there: was its environment moved?",
-        hits[-3:],
-        f"in the container: head -1 {folder}{name}   # the interpreter that it asks for\n"
-        f"{folder}python -m {module} …   # needs no first line\n"
-        "or make the environment anew where it is to stay",
-        confidence=0.9,
-    )
-
-
-def command_path(e: Evidence) -> Iterator[Finding]:
-    """127 and the shells' ways to say it (``bash: line 1: torchrun: command not found``, dash's
-    ``python: not found``, lxc-attach's ``Failed to exec "x"``). pct exec's PATH lacks
-    /usr/local."""
-    hits = [
-        h
-        for h in e.search(*PATH)
-        if not _TOOLS_ELSEWHERE.search(h.match[h.match.lastindex or 0] or "")
-    ]
-    hits = [h for h in hits if not _ignored(e, h)]
-    log = [h for h in hits if h.line.source == "log"]
-    if not log and (tried := [h for h in hits if h.line.source in OWN_WAY]):
-        yield _no_interpreter(e, tried)
-    if not log or e.progress:
-        return
-    name = log[-1].match[log[-1].match.lastindex or 0]
-    near = [] if name in USUAL else difflib.get_close_matches(name, USUAL, n=1, cutoff=0.75)
-    where = e.probes.search(rf"/\S+/{re.escape(name)}\b|/\S*venv\S*/bin/python") if name else []
-    yield e.found(
-        "env.path",
-        f"{name} is not on the container's PATH" + (f"; did you mean {near[0]}?" if near else ""),
-        [*log[-3:], *(li for li, _ in where[:1])],
-        f"in the container: command -v {name}; ls /usr/local/bin /opt/*/bin | grep {name}\n"
-        "pct exec gives PATH=/sbin:/bin:/usr/sbin:/usr/bin: export "
-        "PATH=/opt/venv/bin:/usr/local/bin:$PATH\n"
-        "in start_training.sh, or set `python:` in the inventory; Debian has python3, not python",
-        confidence=0.9,
-    )
-
-
-OWN_WAY = ("probe:pct", "probe:ssh")
-"""What our own way into a container said: there the program is the inventory's interpreter."""
-
-
-def _no_interpreter(e: Evidence, hits: list[Hit]) -> Finding:
-    hit = hits[-1]
-    path = hit.match[hit.match.lastindex or 0] or e.place.python
-    number = container_of(e)
-    denied = "Permission denied" in hit.line.text
-    folder = path.rpartition("/bin/")[0]
-    system = folder in ("", "/usr")  # the package's place: no virtual environment belongs there
-    make = "apt install -y python3" if system else f"python3 -m venv {folder}"
-    return e.found(
-        "env.path",
-        f"{path} in the container is not executable"
-        if denied
-        else f"the container has no {path}, which the inventory names as its interpreter",
-        hits[:3],
-        f"in the inventory: `python:` of {target_of(e)}; what there is: pct exec {number} -- sh -c "
-        f"'ls -l {path} /usr/bin/python3* /opt/*/bin/python*'\n"
-        f"or make it: pct exec {number} -- {make}\n"
-        "what runs there is unknown, not failed: the agent needs an interpreter to look",
-        confidence=0.95,
-        lasting=True,
-    )
-
-
-def _ignored(e: Evidence, hit: Hit) -> bool:
-    if e.recovered(hit.line):
-        return True
-    following = next((li for li in e.lines if li.number == hit.line.number + 1), None)
-    return following is not None and "(ignored)" in following.text
-
-
-RULES = (missing_module, versions, drift, moved_environment, command_path)
+RULES = (missing_module, versions, drift)
