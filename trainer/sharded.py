@@ -130,6 +130,12 @@ class ShardedDrafter:
         self._loaded = None
 
 
+def early(drafter: Drafter) -> nn.ModuleList:
+    """The parts of every layer that make the context's keys and values."""
+    attentions = [layer.self_attn for layer in cast(Iterable[Layer], drafter.layers)]
+    return nn.ModuleList([m for a in attentions for m in (a.k_proj, a.v_proj, a.k_norm)])
+
+
 def shard(drafter: Drafter, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """In place; moves it to the mesh's device. Gradients become sums, not means, over the mesh.
 
@@ -145,8 +151,7 @@ def shard(drafter: Drafter, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         cast_forward_inputs=False,
     )
     layers = list(cast(Iterable[Layer], drafter.layers))
-    attentions = [layer.self_attn for layer in layers]
-    early = nn.ModuleList([m for a in attentions for m in (a.k_proj, a.v_proj, a.k_norm)])
+    drafters_own = early(drafter)
     for layer in layers:
         fully_shard(
             layer,
@@ -154,10 +159,10 @@ def shard(drafter: Drafter, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             # Backward begins with the last one: it would be gathered again at once.
             reshard_after_forward=layer is not layers[-1],
             mp_policy=policy,
-            ignored_params=set(early.parameters()),
+            ignored_params=set(drafters_own.parameters()),
         )
     # Found here too, they belong to the drafter as a whole; their names stay the layers'.
-    drafter.early = early
+    drafter.early = drafters_own
     fully_shard(drafter, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     for module in drafter.modules():
         if isinstance(module, FSDPModule):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +31,14 @@ from tiny_job import (  # noqa: E402
 from trainer.checkpoint import Loaded  # noqa: E402
 from trainer.compile_lock import CompileLock  # noqa: E402
 from trainer.drafter.by_layer import compile_parts  # noqa: E402
+from trainer.drafter.model import Drafter  # noqa: E402
 from trainer.head_loss import fast_head_loss  # noqa: E402
 from trainer.objective import FrozenTarget  # noqa: E402
 from trainer.pipeline.inline import InlineExecutor  # noqa: E402
 from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor  # noqa: E402
 from trainer.pipeline.stages import Sums  # noqa: E402
 from trainer.replica import DrafterReplica  # noqa: E402
-from trainer.sharded import KINDS, ShardedDrafter  # noqa: E402
+from trainer.sharded import KINDS, ShardedDrafter, early  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -329,3 +332,29 @@ def test_a_killed_drafter_ends_all() -> None:
     assert [rank for rank, *_ in answers] == [0, 1, 2]
     assert {kind for _, kind, _ in answers} == {"PeerFailedError"}
     assert all("a rank went away" in text for _, _, text in answers)
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+def test_the_contexts_keys_by_our_kernel_read_nothing_that_a_layer_gathers_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel needs a GPU: in its place stands what notes the weights that it is given."""
+    drafter = Drafter(drafter_config())
+    given: list[Any] = []
+
+    def split_heads(fused: Any, query_weight: Any, key_weight: Any, *rest: Any) -> Any:
+        *_, heads, kv_heads = rest
+        given.extend((query_weight, key_weight))
+        parts = fused.unflatten(-1, (-1, key_weight.numel()))
+        return parts.split((heads, kv_heads, kv_heads), dim=2)
+
+    stands_in = SimpleNamespace(split_heads=split_heads)
+    monkeypatch.setitem(sys.modules, "trainer.kernels.operators", stands_in)
+    width = drafter.config.feature_size
+    drafter.context(torch.randn(1, 5, width), torch.arange(5)[None], kernels=True)
+
+    gathered = {weight.data_ptr() for module in early(drafter) for weight in module.parameters()}
+    assert len(given) == 2 * drafter.config.num_layers
+    assert {weight.data_ptr() for weight in given} <= gathered

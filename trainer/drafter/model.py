@@ -101,9 +101,11 @@ class Attention(nn.Module):
         if kernels:
             from trainer.kernels.operators import split_heads
 
+            # Nothing of the layer's own: in shards it is not gathered before the layer runs.
+            unread = self.k_norm.weight.detach()
             query, key, value = split_heads(
                 fused,
-                self.q_norm.weight,
+                self.q_norm.weight if heads else unread,
                 self.k_norm.weight,
                 by.cos,
                 by.sin,
