@@ -67,9 +67,9 @@ LIMITS = {
     "real": 200,
     "copies": 30,
     "gradients": 30,
-    "overlap": 100,
-    "overlap ranks": 80,
-    "sharded": 80,
+    "overlap": 180,
+    "overlap ranks": 110,
+    "sharded": 120,
 }
 """Seconds of each part. What one leaves over is the others'."""
 
