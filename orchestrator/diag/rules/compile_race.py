@@ -47,20 +47,18 @@ def fx_race(e: Evidence) -> Iterator[Finding]:
     ]
     traced, told = _who_traced(e)
     threads = _threads(e)
-    if not (flag or companions or custom or len(guards) >= 1):
+    if not (flag or companions or custom or guards):
         return
     # torch.export or a nested trace in one thread says the same words: then nothing else points
     # here.
-    nested = flag and not (companions or guards or custom or threads) and _traces_itself(e)
-    if nested:
+    if flag and not (companions or guards or custom or threads) and _traces_itself(e):
         return
-    if companions and not flag and not threads and not custom and not guards:
+    if companions and not (flag or threads or custom or guards):
         return
-    many = sum(1 for _ in flag)
     yield e.found(
         "compile.fx_race",
         "several threads traced at once: a compiled call met torch's global FX-tracing flag"
-        + (f" ({many} times)" if many > 1 else "")
+        + (f" ({len(flag)} times)" if len(flag) > 1 else "")
         + traced,
         [
             *flag[:3],

@@ -41,11 +41,9 @@ def hang(e: Evidence) -> Iterator[Finding]:
         return
     silence, at = _silence(e)
     said = [h for h in e.search(*NO_STEP) if not e.recovered(h.line)]
-    longest = max((_seconds(h[1], h[2]) for h in said), default=0.0)
-    stated = bool(said) and longest >= MINIMUM
-    silence = max(silence, longest)
+    silence = max([silence, *(_seconds(h[1], h[2]) for h in said)])
     rhythm = _rhythm(e)
-    if not (silence >= MINIMUM or (stated and len(said) >= 1)):
+    if silence < MINIMUM:
         if e.probes.alive and silence >= max(QUIET, 3 * rhythm) and not _long_work(e, silence):
             limit = _duration(max(MINIMUM, 10 * rhythm))
             yield e.found(
@@ -58,27 +56,21 @@ def hang(e: Evidence) -> Iterator[Finding]:
                 lasting=True,
             )
         return
-    if rhythm and silence < 10 * rhythm:
-        return
-    if _long_work(e, silence):
-        return
-    if not e.series and not _spoke(e):
+    if silence < 10 * rhythm or _long_work(e, silence) or not (e.series or _spoke(e)):
         return
     odd = odd_one_out(e.probes)
-    recorded = first_mismatch(read_dumps(e.probes))
-    waiting = _waiting(e)
     title = f"no step and no log line for {_duration(silence)}"
-    if recorded is not None:
+    if (recorded := first_mismatch(read_dumps(e.probes))) is not None:
         title += f"; {recorded.text}"
     if odd is not None:
         title += f"; the odd one out is {odd.who}: {odd.where}"
         if odd.moved is not None:
             title += " (it moved between two samples)" if odd.moved else " (it did not move)"
-    elif waiting:
+    elif waiting := _waiting(e):
         title += f"; the odd one out is rank {waiting}"
-    elif (gpu := _idle_gpu(e)) is not None:
-        title += f"; GPU {gpu[0]} is idle while the others spin"
-        at = [*at, gpu[1]]
+    elif (idle := _idle_gpu(e)) is not None:
+        title += f"; GPU {idle[0]} is idle while the others spin"
+        at = [*at, idle[1]]
     last = [li for li in e.lines if li.number == e.outcome.last_line]
     where = [Quote("stacks", None, line) for line in summary(e.probes)[:3]]
     yield e.found(

@@ -37,17 +37,7 @@ LOOK_AT = {
 def code_error(e: Evidence) -> Iterator[Finding]:
     """An uncaught exception: the first in time of the last attempt, its innermost frame outside of
     libraries. One that was caught and survived, or printed after the end, is none."""
-    candidates = [
-        f
-        for f in e.errors
-        if not f.inner
-        and f.line.source == "log"
-        and (f.headed or f.frames)
-        and f.name not in ("KeyboardInterrupt", "SystemExit", "SignalException")
-    ]
-    candidates = [f for f in candidates if not e.recovered(f.line)]
-    late = [f for f in candidates if f.first >= e.outcome.attempt_line] or candidates
-    for failure in late[:1]:
+    for failure in _uncaught(e)[:1]:
         frame = failure.user_frame
         where = f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
         said = failure.message.splitlines()[0][:160] if failure.message else ""
@@ -67,10 +57,33 @@ def code_error(e: Evidence) -> Iterator[Finding]:
             + hint,
             confidence=0.6,
         )
+
+
+def _uncaught(e: Evidence) -> list[Failure]:
+    """Of the last attempt; of those before it only if that one has none."""
+    candidates = [
+        f
+        for f in e.errors
+        if not f.inner
+        and f.line.source == "log"
+        and (f.headed or f.frames)
+        and f.name not in ("KeyboardInterrupt", "SystemExit", "SignalException")
+        and not e.recovered(f.line)
+    ]
+    return [f for f in candidates if f.first >= e.outcome.attempt_line] or candidates
+
+
+def _cause_lines(failure: Failure) -> list[Line]:
+    return [link.line for link in failure.chain() if link is not failure][-1:]
+
+
+def usage_error(e: Evidence) -> Iterator[Finding]:
+    """Without a traceback: the file does not parse, or argparse, click or hydra refuses the
+    arguments."""
     usage = [h for h in e.search(*USAGE, probes=False) if not e.recovered(h.line)]
-    if not usage or late or e.outcome.state == "running":
+    if not usage or e.outcome.state == "running" or _uncaught(e):
         return
-    unread = [h for h in usage if "Error: " in h.line.text and re.search(_UNREAD, h.line.text)]
+    unread = [h for h in usage if re.search(_UNREAD, h.line.text)]
     if unread:
         lines = [li for li in e.lines if li.number < unread[0].line.number]
         files = [m for li in lines if (m := _FILE.match(li.text)) is not None]
@@ -92,10 +105,6 @@ def code_error(e: Evidence) -> Iterator[Finding]:
             "ask the program itself: --help; compare with the launch command (dflashctl status)",
             confidence=0.6,
         )
-
-
-def _cause_lines(failure: Failure) -> list[Line]:
-    return [link.line for link in failure.chain() if link is not failure][-1:]
 
 
 _NOISE = re.compile(
@@ -171,4 +180,4 @@ def unknown(e: Evidence, named: bool) -> Iterator[Finding]:
     )
 
 
-RULES = (code_error,)
+RULES = (code_error, usage_error)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
-from orchestrator.diag.probes import SIGNAL_NAMES, SIGNALS, Probe
+from orchestrator.diag.probes import SIGNAL_NAMES, SIGNALS
 from orchestrator.diag.rules.shared import container_of
 from orchestrator.diag.text import Line
 
@@ -42,6 +42,20 @@ HANGUP = (
     r"^Hangup$|Hangup\s+\S+|\bSIGHUP\b.*(?:received|caught|shut|exit|leav)|(?:received|"
     r"caught) SIGHUP",
 )
+STOPPED = (
+    r"^\^C|\^CTraceback|^\s*\^C\s*$",
+    r"^KeyboardInterrupt\b",
+    r"Received (?:2|Signals\.SIGINT|SIGINT) death signal",
+    r"closing signal SIGINT",
+    r"got signal: 2\b",
+    r"\b(?:received|caught|got) (?:a )?(?:signal )?(?:SIGINT|2 \(SIGINT\)|Ctrl-?C|signal 2\b)",
+    r"\b(?:stop(?:ped)?|cancel+ed|interrupted|aborted|killed) by (?:a |the )?(?:user|person|"
+    r"operator|hand|request|dflashctl)",
+    r"\bstop (?:was )?requested|dflashctl\s+stop\b|slurmstepd: .*CANCELLED",
+    r'"event": ?"(?:stopped|stopping)"',
+)
+BY_SIGNAL = "a signal"
+"""Whom our supervisor names where it got a signal and no `stop` had been asked for."""
 
 
 def tmux_missing(e: Evidence) -> Iterator[Finding]:
@@ -137,21 +151,7 @@ def interrupted(e: Evidence) -> Iterator[Finding]:
     asked = record is not None and bool(record.stopped_by)
     if e.outcome.state == "finished" and not asked:
         return
-    at: list[Hit | Line | Probe] = []
-    at += e.search(
-        r"^\^C|\^CTraceback|^\s*\^C\s*$",
-        r"^KeyboardInterrupt\b",
-        r"Received (?:2|Signals\.SIGINT|SIGINT) death signal",
-        r"closing signal SIGINT",
-        r"got signal: 2\b",
-        r"\b(?:received|caught|got) (?:a )?(?:signal )?(?:SIGINT|2 \(SIGINT\)|Ctrl-?C|signal 2\b)",
-        r"\b(?:stop(?:ped)?|cancel+ed|interrupted|aborted|killed) by (?:a |the )?(?:user|"
-        r"person|operator|"
-        r"hand|request|dflashctl)",
-        r"\bstop (?:was )?requested|dflashctl\s+stop\b|slurmstepd: .*CANCELLED",
-        r'"event": ?"(?:stopped|stopping)"',
-    )
-    at = [a for a in at if not (isinstance(a, Hit) and e.recovered(a.line))]
+    at: list[Hit | Line] = [h for h in e.search(*STOPPED) if not e.recovered(h.line)]
     if record is not None and (
         record.signal == 2
         or 130 in (record.code, record.shell, *record.pipe)
@@ -186,10 +186,6 @@ def interrupted(e: Evidence) -> Iterator[Finding]:
             else "fatal",
             confidence=0.85,
         )
-
-
-BY_SIGNAL = "a signal"
-"""Whom our supervisor names where it got a signal and no `stop` had been asked for."""
 
 
 def _at_time(seconds: float | None) -> str:

@@ -38,6 +38,10 @@ CRLF = (
     r"\^M: (?:bad interpreter|not found|No such file|command not found)",
     r"\bcannot start [^\n]*CRLF",
 )
+_NO_WORD = re.compile(
+    r"still nothing|no output|waiting for (?:the )?first (?:line|word)|"
+    r"never (?:spoke|wrote|printed)|no line(?:s)? (?:yet|from)"
+)
 _CUT = re.compile(r"(?:: (?:invalid option|not found|No such file|command not found|bad interp)|')")
 _SHELL = re.compile(r"(?:\S+: (?:line )?\d+: |\S+\.(?:ba)?sh: )")
 
@@ -53,22 +57,9 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     words = [h for h in e.search(*NEVER) if not e.recovered(h.line)]
     prompt = [li for li, _ in e.probes.search(PROMPT)]
     prompt += [li for li in e.lines[-3:] if re.search(PROMPT, li.text)]
-    silent = [
-        li
-        for li in e.lines
-        if re.search(
-            r"still nothing|no output|waiting for (?:the )?first (?:line|word)|"
-            r"never (?:spoke|wrote|printed)|no line(?:s)? (?:yet|from)",
-            li.text,
-        )
-    ]
-    spoke = [li for li in e.lines if not _bookkeeping(li)]
-    # A container that was not reached shows no log either: then nothing is known of the start.
-    asked = bool(e.probes.named(r"run_state|exit|tmux|^ps(?!_host)|pane|session"))
-    empty = not spoke and not e.errors and asked and not _stands_still(e) and not _stepped(e)
-    if not (words or crlf or prompt or silent or empty):
-        return
-    if not (words or crlf or prompt) and e.errors:
+    silent = [li for li in e.lines if _NO_WORD.search(li.text)]
+    reason = bool(words or crlf or prompt)
+    if not reason and (e.errors or not (silent or _empty(e))):
         return
     why = "the trainer never spoke"
     if prompt:
@@ -80,28 +71,30 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     mend = _mend(crlf, words)
     record = e.outcome.exit
     severity: Severity = "fatal"
-    if record is not None and record.stopped_by and not (words or crlf or prompt):
+    if record is not None and record.stopped_by and not reason:
         severity = "info"  # stopped before it had a word to say
     elif e.outcome.state == "finished":
         # A command may have nothing to say; that nothing was trained is still worth a word.
         severity = "warning"
+    told: list[Hit | Line] = [*crlf[:2], *words[:2], *prompt[:2], *silent[:1], *silent[-1:]]
     yield e.found(
         "run.not_started",
         why,
-        [
-            *crlf[:2],
-            *words[:2],
-            *prompt[:2],
-            *silent[:1],
-            *silent[-1:],
-            *([] if words or crlf or prompt else list(e.probes)[:2]),
-        ],
+        [*told, *([] if reason else list(e.probes)[:2])],
         mend + "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
         "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
         severity=severity,
-        confidence=0.9 if words or crlf or prompt else 0.7,
+        confidence=0.9 if reason else 0.7,
     )
+
+
+def _empty(e: Evidence) -> bool:
+    """Nothing but bookkeeping was ever said. A container that was not reached shows no log either:
+    then nothing is known of the start."""
+    asked = bool(e.probes.named(r"run_state|exit|tmux|^ps(?!_host)|pane|session"))
+    spoke = any(not _bookkeeping(li) for li in e.lines)
+    return asked and not spoke and not _stands_still(e) and not _stepped(e)
 
 
 def _mend(crlf: list[Line], words: list[Hit]) -> str:
