@@ -151,7 +151,7 @@ class Maker:
             )
         return list(found.values()), rejected
 
-    def _self_made(self, source: SelfPrompts, number: int) -> Iterator[Conversation]:
+    def _self_made(self, source: SelfPrompts, number: int) -> Iterator[Conversation | Rejection]:
         """Let the target continue ``…user\\n{opening}`` until it ends the user's turn."""
         journal = Journal(self.folder / f"prompts-{number}.jsonl")
         known = {item["key"]: item for item in journal.read()}
