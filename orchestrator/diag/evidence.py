@@ -109,6 +109,10 @@ class Evidence:
             kept.append(hit)
         return kept
 
+    def unrecovered(self, *patterns: str, probes: bool = True) -> list[Hit]:
+        """What :meth:`search` finds, without the lines of the log that the run survived."""
+        return [h for h in self.search(*patterns, probes=probes) if not self.recovered(h.line)]
+
     def _container(self) -> str:
         """The run's container, where somebody says which it is: probe ``ct``, the controller's
         lines, pct's answers. Empty if nobody does: control groups and lists name the neighbours

@@ -9,11 +9,12 @@ from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.text import Line
 
+_HARD = r"FailOnRecompileLimitHit|RecompileLimitExceeded|FailOnCacheLimitHit"
 LIMIT = (
     r"torch\._dynamo hit config\.(?:recompile_limit|cache_size_limit|"
     r"accumulated_\w+_limit) \((\d+)\)",
     r"(?:accumulated_)?(?:recompile|cache_size)_limit (?:reached|exceeded|hit)",
-    r"FailOnRecompileLimitHit|RecompileLimitExceeded|FailOnCacheLimitHit",
+    _HARD,
     r"(?:recompile|cache_size)_limit \(\d+\)|Hard failure due to (?:fullgraph=True|fail_on)",
 )
 EAGER = (
@@ -45,9 +46,7 @@ def recompile_limit(e: Evidence) -> Iterator[Finding]:
     window = [li for li in e.lines if 0 <= li.number - hits[0].line.number <= 6]
     reason = next((li for li in window if "last reason" in li.text), None)
     what = next((li for li in window if "function:" in li.text), None)
-    hard = bool(
-        e.raised(r"FailOnRecompileLimitHit|RecompileLimitExceeded|FailOnCacheLimitHit")
-    ) or any("Hard failure" in h.line.text for h in hits)
+    hard = bool(e.raised(_HARD)) or any("Hard failure" in h.line.text for h in hits)
     title = "the recompile limit was hit" + (
         ", and fullgraph made that an error" if hard else ": the function runs eagerly from here on"
     )
@@ -86,14 +85,13 @@ def recompile_storm(e: Evidence) -> Iterator[Finding]:
     counts = [s.recompiles for s in e.progress if s.recompiles is not None]
     growing = len(counts) >= 4 and counts[-1] - counts[len(counts) // 4] >= 8
     growing_sizes = len(sizes) >= 2 and sizes[-1] > sizes[0] + 4
-    functions = len({h.match[0] for h in named})
     storm = (
         growing_sizes
         or growing
         or len([h for h in named if "Recompiling" in h.line.text or '"recompile"' in h.line.text])
         >= 5
         or (not e.series and len(hits) >= 12)
-        or (len(late) >= 10 and functions >= 1)
+        or (len(late) >= 10 and bool(named))
     )
     if not storm:
         return
@@ -124,15 +122,8 @@ def _warm_line(e: Evidence) -> int:
 def eager_fallback(e: Evidence) -> Iterator[Finding]:
     """``flex_attention called without torch.compile() - this will use an unfused implementation``
     (2.8 and later; once a process), dynamo's ``WON'T CONVERT``."""
-    hits = [h for h in e.search(*EAGER) if not _of_warmup_only(e, h)]
-    flex = [
-        h
-        for h in hits
-        if "flex" in h.line.text
-        or "eager_fallback" in h.line.text
-        or "WON'T" in h.line.text
-        or "eager" in h.line.text
-    ]
+    hits = [h for h in e.search(*EAGER) if not _taken_back(e, h)]
+    flex = [h for h in hits if any(word in h.line.text for word in ("flex", "eager", "WON'T"))]
     if flex:
         yield e.found(
             "compile.eager_fallback",
@@ -148,7 +139,7 @@ def eager_fallback(e: Evidence) -> Iterator[Finding]:
         )
 
 
-def _of_warmup_only(e: Evidence, hit: Hit) -> bool:
+def _taken_back(e: Evidence, hit: Hit) -> bool:
     """A fallback that some line right after takes back."""
     return e.outcome.moved_on(hit.line.number) and bool(
         re.search(r"create_block_mask|test|probe|reference|check", hit.line.text)

@@ -133,7 +133,7 @@ def locked(e: Evidence) -> Iterator[Finding]:
     hits: list[Hit | Line] = list(e.search(*LOCKED))
     state = [li for li, _ in e.probes.search(r"^\s*lock: ?(\w+)")]
     if not hits and state and not e.series and e.outcome.state != "finished":
-        hits += [h for h in e.search(r"trying to acquire (?:cfs )?lock") if not e.recovered(h.line)]
+        hits += e.unrecovered(r"trying to acquire (?:cfs )?lock")
     if hits:
         number = container_of(e)
         text = " ".join((h.line if isinstance(h, Hit) else h).text for h in [*hits, *state])

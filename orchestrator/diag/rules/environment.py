@@ -148,7 +148,7 @@ def versions(e: Evidence) -> Iterator[Finding]:
     """Things that are installed and do not fit together: the linker's ``undefined symbol`` and
     ``version `GLIBC_2.38' not found``, NumPy 1 against 2, transformers' own version checks, an
     unknown model type, ``cannot import name`` from a library. ``pip check`` says which."""
-    hits = [h for h in e.search(*VERSION) if not e.recovered(h.line)]
+    hits = e.unrecovered(*VERSION)
     hits = [h for h in hits if not re.search(r"UserWarning|FutureWarning|Deprecat", h.line.text)]
     inner = [
         f

@@ -13,6 +13,7 @@ from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding, Quote
 from orchestrator.diag.flight import first_mismatch, read_dumps
 from orchestrator.diag.probes import Probe
+from orchestrator.diag.rules.shared import spoke
 from orchestrator.diag.stacks import odd_one_out, summary
 from orchestrator.diag.text import DEFAULT_YEAR, Line
 from trainer.telemetry import QUIET_EVENTS
@@ -40,7 +41,7 @@ def hang(e: Evidence) -> Iterator[Finding]:
     if e.outcome.state in ("finished", "failed") or e.outcome.alive is False:
         return
     silence, at = _silence(e)
-    said = [h for h in e.search(*NO_STEP) if not e.recovered(h.line)]
+    said = e.unrecovered(*NO_STEP)
     silence = max([silence, *(_seconds(h[1], h[2]) for h in said)])
     rhythm = _rhythm(e)
     if silence < MINIMUM:
@@ -56,7 +57,7 @@ def hang(e: Evidence) -> Iterator[Finding]:
                 lasting=True,
             )
         return
-    if silence < 10 * rhythm or _long_work(e, silence) or not (e.series or _spoke(e)):
+    if silence < 10 * rhythm or _long_work(e, silence) or not (e.series or spoke(e)):
         return
     odd = odd_one_out(e.probes)
     title = f"no step and no log line for {_duration(silence)}"
@@ -204,16 +205,6 @@ def _waiting(e: Evidence) -> str:
         if len(inner) == 1:
             return str(inner[0])
     return ""
-
-
-def _spoke(e: Evidence) -> bool:
-    return any(
-        li.text.strip()
-        and not li.quiet
-        and not li.tag.startswith(("supervisor", "watch"))
-        and not li.text.startswith("dflashctl")
-        for li in e.lines
-    )
 
 
 def _seconds(value: str, unit: str) -> float:

@@ -74,7 +74,7 @@ def offline(e: Evidence) -> Iterator[Finding]:
     """``LocalEntryNotFoundError … outgoing traffic has been disabled``, requests' and httpx'
     connect errors to the hub, ``We couldn't connect to 'https://huggingface.co'``: also where
     HF_HUB_OFFLINE is set and the cache (HF_HOME of *that* rank's user) lacks the file."""
-    hits = [h for h in e.search(*OFFLINE) if not e.recovered(h.line)]
+    hits = e.unrecovered(*OFFLINE)
     hits = [h for h in hits if "wandb" not in h.line.text]
     if not hits:
         return

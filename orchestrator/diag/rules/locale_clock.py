@@ -44,7 +44,7 @@ def locale(e: Evidence) -> Iterator[Finding]:
     """Python's ascii codec, libtmux's ``ValueError: zip() argument 2 is shorter than argument 1``
     (its separator is no ASCII character), tmux's ``need UTF-8 locale``. bash's ``setlocale: LC_ALL:
     cannot change locale`` alone is a harmless warning."""
-    hits = [h for h in e.search(*LOCALE) if not e.recovered(h.line)]
+    hits = e.unrecovered(*LOCALE)
     zipped = [h for h in hits if "zip()" in h.line.text]
     if zipped and len(zipped) == len(hits):
         tmux = any("tmux" in fr.file for f in e.errors for fr in f.frames) or e.search(r"libtmux")
@@ -70,7 +70,7 @@ def clock(e: Evidence) -> Iterator[Finding]:
     """make's ``Clock skew detected``, TLS ``certificate is not yet valid``, S3's
     RequestTimeTooSkewed; or host and container (or node and node) that tell times apart by more
     than a minute."""
-    hits: list[Hit | Line | Probe] = [h for h in e.search(*CLOCK) if not e.recovered(h.line)]
+    hits: list[Hit | Line | Probe] = [*e.unrecovered(*CLOCK)]
     dates: list[tuple[float, Probe]] = []
     for probe in e.probes.named(r"date|now|clock|time$"):
         if isinstance(probe.value, dict):

@@ -233,7 +233,7 @@ def oversubscribed(e: Evidence) -> Iterator[Finding]:
     """More runnable threads than cores. Named by the failure to make threads (libgomp, OpenBLAS,
     ``can't start new thread``), or by load and throttling well above the cores while the run is
     slow. DataLoader's ``suggested max number of worker`` alone is a remark on a healthy run."""
-    hits = [h for h in e.search(*THREADS) if not e.recovered(h.line)]
+    hits = e.unrecovered(*THREADS)
     warned = e.search(
         r"This DataLoader will create (\d+) worker processes in total\. Our suggested max number of"
         r" worker in current system is (\d+)"

@@ -90,7 +90,7 @@ def load(e: Evidence) -> Iterator[Finding]:
     """safetensors (``Error while deserializing header: HeaderTooLarge``: a git-lfs pointer or a cut
     copy), torch's zip reader (``failed finding central directory``), pickle's ``invalid load key``,
     transformers' ``Error no file named``."""
-    hits = [h for h in e.search(*LOAD) if not e.recovered(h.line)]
+    hits = e.unrecovered(*LOAD)
     hits = [
         h for h in hits if not re.search(r"torchinductor|triton|_inductor|codecache", h.line.text)
     ]
@@ -134,7 +134,7 @@ def _in_cache(e: Evidence, hit: Hit) -> bool:
 def shape(e: Evidence) -> Iterator[Finding]:
     """``Error(s) in loading state_dict``: sizes, missing and unexpected keys (a prefix too many);
     matmuls of unlike shapes in one's own model."""
-    hits = [h for h in e.search(*SHAPE) if not e.recovered(h.line)]
+    hits = e.unrecovered(*SHAPE)
     hits = [
         h
         for h in hits
@@ -143,13 +143,7 @@ def shape(e: Evidence) -> Iterator[Finding]:
     if not hits:
         return
     text = " ".join([h.line.text for h in hits] + [f.message for f in e.errors])
-    missing = re.findall(
-        r'"([\w.]+)"', (re.search(r"Missing key\(s\)[^:]*: (.*)", text) or [""])[0]
-    )
-    extra = re.findall(
-        r'"([\w.]+)"', (re.search(r"Unexpected key\(s\)[^:]*: (.*)", text) or [""])[0]
-    )
-    prefix = _prefix(missing, extra)
+    prefix = _prefix(_keys("Missing", text), _keys("Unexpected", text))
     title = "shapes or keys of the weights differ from the model's"
     if prefix:
         title += f": every key has the prefix “{prefix}” too many or too few"
@@ -171,6 +165,11 @@ def shape(e: Evidence) -> Iterator[Finding]:
         ),
         confidence=0.86,
     )
+
+
+def _keys(kind: str, text: str) -> list[str]:
+    listed = re.search(rf"{kind} key\(s\)[^:]*: .*", text)
+    return re.findall(r'"([\w.]+)"', listed[0]) if listed else []
 
 
 def _prefix(missing: list[str], extra: list[str]) -> str:
@@ -249,7 +248,7 @@ def _of_checkpoint(e: Evidence, failure: Failure) -> bool:
 def mismatch(e: Evidence) -> Iterator[Finding]:
     """The optimizer's ``loaded state dict contains a parameter group that doesn't match``, or a
     resume whose recorded config differs: another number of layers, target, world size."""
-    hits = [h for h in e.search(*MISMATCH) if not e.recovered(h.line)]
+    hits = e.unrecovered(*MISMATCH)
     resumed = e.search(
         r"(?i)\bresum(?:e|ed|ing)\b|\bloading (?:the )?(?:checkpoint|ckpt)|restor(?:e|ing)\b",
         quiet=True,

@@ -80,7 +80,7 @@ def _cause_lines(failure: Failure) -> list[Line]:
 def usage_error(e: Evidence) -> Iterator[Finding]:
     """Without a traceback: the file does not parse, or argparse, click or hydra refuses the
     arguments."""
-    usage = [h for h in e.search(*USAGE, probes=False) if not e.recovered(h.line)]
+    usage = e.unrecovered(*USAGE, probes=False)
     if not usage or e.outcome.state == "running" or _uncaught(e):
         return
     unread = [h for h in usage if re.search(_UNREAD, h.line.text)]

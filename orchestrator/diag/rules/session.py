@@ -151,7 +151,7 @@ def interrupted(e: Evidence) -> Iterator[Finding]:
     asked = record is not None and bool(record.stopped_by)
     if e.outcome.state == "finished" and not asked:
         return
-    at: list[Hit | Line] = [h for h in e.search(*STOPPED) if not e.recovered(h.line)]
+    at: list[Hit | Line] = [*e.unrecovered(*STOPPED)]
     if record is not None and (
         record.signal == 2
         or 130 in (record.code, record.shell, *record.pipe)
@@ -216,7 +216,7 @@ def killed(e: Evidence) -> Iterator[Finding]:
     shell's ``Killed`` or 128+N. Only what no other finding explains ends up as the root cause."""
     if e.outcome.state in ("finished", "running"):
         return
-    hits = [h for h in e.search(*_SIGNALLED, *_BARE) if not e.recovered(h.line)]
+    hits = e.unrecovered(*_SIGNALLED, *_BARE)
     record = e.outcome.exit
     if record is not None and record.pipe and record.pipe[0] == 0 and not hits:
         return  # another member of the pipe got the signal

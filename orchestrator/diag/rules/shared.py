@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.place import Place
 from orchestrator.diag.probes import Mount
+from orchestrator.diag.text import Line
 
 _HOST = re.compile(
     r"(?:connect to host|resolve hostname|server|Connection to|Connection (?:closed|reset) by|@|"
@@ -76,6 +77,20 @@ def in_container(text: str) -> str:
     """The container of a cgroup path, such as ``0::/lxc/204/.lxc``."""
     match = re.search(r"/lxc(?:\.payload\.|\.monitor\.|/)(\d{3,9})", text)
     return match[1] if match else ""
+
+
+def spoke(e: Evidence) -> bool:
+    """The log has a word of the program's own, beside our supervisor's and watcher's."""
+    return any(not _bookkeeping(line) for line in e.lines)
+
+
+def _bookkeeping(line: Line) -> bool:
+    return (
+        not line.text.strip()
+        or line.tag in ("supervisor", "watch")
+        or line.quiet
+        or bool(re.match(r"dflashctl\b|\[?(?:supervisor|watch|agent|launcher)\b", line.text))
+    )
 
 
 def answered(e: Evidence) -> bool:

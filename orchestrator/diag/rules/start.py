@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding, Severity
+from orchestrator.diag.rules.shared import spoke
 from orchestrator.diag.steps import read_series
 from orchestrator.diag.text import Line
 
@@ -49,12 +50,10 @@ _SHELL = re.compile(r"(?:\S+: (?:line )?\d+: |\S+\.(?:ba)?sh: )")
 def not_started(e: Evidence) -> Iterator[Finding]:
     """A session without a trainer: it waits at a prompt, the script is absent or not executable,
     tmux had a session of that name, or it ended at once without a word."""
-    if e.progress or (
-        e.outcome.state == "finished" and any(not _bookkeeping(li) for li in e.lines)
-    ):
+    if e.progress or (e.outcome.state == "finished" and spoke(e)):
         return
     crlf = [h.line for h in e.search(*CRLF) if not e.recovered(h.line)] + _returns(e)
-    words = [h for h in e.search(*NEVER) if not e.recovered(h.line)]
+    words = e.unrecovered(*NEVER)
     prompt = [li for li, _ in e.probes.search(PROMPT)]
     prompt += [li for li in e.lines[-3:] if re.search(PROMPT, li.text)]
     silent = [li for li in e.lines if _NO_WORD.search(li.text)]
@@ -93,8 +92,7 @@ def _empty(e: Evidence) -> bool:
     """Nothing but bookkeeping was ever said. A container that was not reached shows no log either:
     then nothing is known of the start."""
     asked = bool(e.probes.named(r"run_state|exit|tmux|^ps(?!_host)|pane|session"))
-    spoke = any(not _bookkeeping(li) for li in e.lines)
-    return asked and not spoke and not _stands_still(e) and not _stepped(e)
+    return asked and not spoke(e) and not _stands_still(e) and not _stepped(e)
 
 
 def _mend(crlf: list[Line], words: list[Hit]) -> str:
@@ -142,15 +140,6 @@ def _stands_still(e: Evidence) -> bool:
 def _stepped(e: Evidence) -> bool:
     """The trainer's own records hold a step: it spoke, whatever became of its log."""
     return any(read_series(p.lines).steps for p in e.probes.named(r"metrics"))
-
-
-def _bookkeeping(line: Line) -> bool:
-    return (
-        not line.text.strip()
-        or line.tag in ("supervisor", "watch")
-        or line.quiet
-        or bool(re.match(r"dflashctl\b|\[?(?:supervisor|watch|agent|launcher)\b", line.text))
-    )
 
 
 RULES = (not_started,)

@@ -263,7 +263,7 @@ def starved(e: Evidence) -> Iterator[Finding]:
     said = [
         h
         for h in said
-        if not _stage_of(h, "target")
+        if not h.line.tag.startswith("target")
         and not re.search(r"(?i)not empty|never|no longer", h.line.text)
     ]
     mostly = len(said) >= 3 or any((_seconds(h) or 0) >= 5 for h in said)
@@ -357,10 +357,6 @@ def _idle_steps(e: Evidence) -> list[Step]:
 def _seconds(hit: Hit) -> float | None:
     match = re.search(r"(\d+(?:\.\d+)?) ?s(?:ec(?:onds)?)?\b", hit.line.text)
     return float(match[1]) if match else None
-
-
-def _stage_of(hit: Hit, stage: str) -> bool:
-    return hit.line.tag.startswith(stage)
 
 
 RULES = (collapse, starved, backpressure)
