@@ -137,9 +137,7 @@ def is_frozen(group: str) -> bool:
 
 def audit(request: Request) -> dict[str, Any]:
     """One line for each changing action, in a file of root's."""
-    fields = {
-        key: request.fields[key] for key in request.fields if key not in ("id", "op", "after")
-    }
+    fields = {k: v for k, v in request.fields.items() if k not in ("id", "op", "after")}
     for key in ("who", "action", "result"):
         request.need(key, str)
     make_private(request.paths.root)

@@ -78,8 +78,8 @@ def preflight(request: Request) -> dict[str, Any]:
 
     def tell(name: str, look: Look) -> None:
         answer: dict[str, Any] = {"ok": look.ok, "seconds": look.seconds}
-        if isinstance(look.value, _Verdict):
-            answer |= {"ok": False, "error": look.value.words, "value": look.value.value}
+        if isinstance(look.value, Bad):
+            answer |= {"ok": False, "error": str(look.value), "value": look.value.value}
         elif look.ok:
             answer["value"] = look.value
         else:
@@ -90,17 +90,12 @@ def preflight(request: Request) -> dict[str, Any]:
     return {"checks": checks}
 
 
-class _Verdict:
-    def __init__(self, words: str, value: Any) -> None:
-        self.words = words
-        self.value = value
-
-
 def _judged(look: Any) -> Any:
+    """What it measured, or ``Bad``; whatever else it raises is a look that failed."""
     try:
         return look()
     except Bad as bad:
-        return _Verdict(str(bad), bad.value)
+        return bad
 
 
 def _interpreter(python: str, modules: list[str]) -> dict[str, Any]:

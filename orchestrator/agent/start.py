@@ -148,27 +148,9 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     if request.get("cwd", str):
         cwd = posixpath.join(cwd, request.get("cwd", str))
     given = variables(request.get("env", dict, {}))
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(_NOT_INHERITED)
-    }
     secrets = variables(request.get("secrets", dict, {}))
     chosen = of_interpreter(request.get("python", str), given | secrets)
-    environment |= chosen | given
-    environment["PATH"] = search_path(environment)
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    # A library that crashes the interpreter (a torch built for another processor) leaves a signal
-    # and no word otherwise; with it, every thread's stack is in the log.
-    environment.setdefault("PYTHONFAULTHANDLER", "1")
-    environment |= {"DFLASH_RUN_ID": paths.run_id, "DFLASH_RUN_DIR": paths.root}
-    for variable in FLIGHT_VARIABLES:
-        environment.setdefault(variable, paths.flight_prefix)
-    if code is not None:
-        environment["DFLASH_RELEASE_DIR"] = code
     gpus = request.get("gpus", list, [])
-    if gpus and "CUDA_VISIBLE_DEVICES" not in given:
-        # A run sees what it leased. nvidia-smi counts by bus, CUDA by default the fastest first.
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        environment["CUDA_DEVICE_ORDER"] = given.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     record = {
         **request.get("meta", dict, {}),
         "run_id": paths.run_id,
@@ -190,13 +172,41 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     }
     plan = {
         **{key: record[key] for key in ("command", "cwd", "session", "restart", "grace_s")},
-        "environment": environment,
+        "environment": _environment(paths, code, chosen | given, gpus),
         "given": given,
         "umask": _own_umask(),
         "log_bytes": request.get("log_bytes", int, 256 << 20),
         "log_files": request.get("log_files", int, 8),
     }
     return record, plan
+
+
+def _environment(
+    paths: RunPaths, code: str | None, given: dict[str, str], gpus: list[Any]
+) -> dict[str, str]:
+    """The command's: the machine's, over it what was given, and what every run gets unless given.
+
+    :param code: the release's folder.
+    """
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(_NOT_INHERITED)
+    }
+    environment |= given
+    environment["PATH"] = search_path(environment)
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    # A library that crashes the interpreter (a torch built for another processor) leaves a signal
+    # and no word otherwise; with it, every thread's stack is in the log.
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+    environment |= {"DFLASH_RUN_ID": paths.run_id, "DFLASH_RUN_DIR": paths.root}
+    for variable in FLIGHT_VARIABLES:
+        environment.setdefault(variable, paths.flight_prefix)
+    if code is not None:
+        environment["DFLASH_RELEASE_DIR"] = code
+    if gpus and "CUDA_VISIBLE_DEVICES" not in given:
+        # A run sees what it leased. nvidia-smi counts by bus, CUDA by default the fastest first.
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        environment["CUDA_DEVICE_ORDER"] = given.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    return environment
 
 
 def _release(request: Request) -> str | None:

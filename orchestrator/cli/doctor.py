@@ -36,7 +36,7 @@ def doctor(
     also where a run lives in the container, which `launch --force` passes over."""
     code = 0
     with open_session(inventory, patient=False, as_json=as_json) as session:
-        chosen = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
+        chosen = session.some_targets(targets, host, ct)
         modules = preflight.MODULES if trainer else ()
         for _, found in each(session.fleet, chosen, partial(look, session.fleet, modules)):
             if isinstance(found, DflashctlError):

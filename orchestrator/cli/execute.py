@@ -68,7 +68,7 @@ def execute(
     if timeout:
         fields["timeout_s"] = seconds(timeout)
     with open_session(inventory, as_json=as_json) as session:
-        found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
+        found = session.some_targets(targets, host, ct)
         if dry_run:
             for target in found:
                 _show_plan(target, fields, as_json)

@@ -83,7 +83,7 @@ def launch(
     """
     with open_session(inventory, as_json=as_json) as session:
         with interrupt.told("nothing was started"):
-            found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
+            found = session.some_targets(targets, host, ct)
             alone = len(found) == 1 and not dry_run
             opening = session.fleet.opening(found[0]) if alone else None
             # While pct starts, some 0.1 s of imports cost nothing; before, they would hold up the

@@ -23,14 +23,13 @@ from orchestrator.cli.options import (
     Targets,
 )
 from orchestrator.cli.session import Session, open_session
-from orchestrator.errors import ContainerNotRunning, DflashctlError, UsageError
+from orchestrator.errors import ContainerNotRunning, DflashctlError
 from orchestrator.fanout import each_run
 from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Looks, mean_use
 from orchestrator.launch import whoami
 from orchestrator.reconnect import reconnecting
 from orchestrator.run import Asked, RunRef, RunSummary, ask_all, seconds
-from orchestrator.target import everything
 from trainer.telemetry import compact, duration
 
 # 80 in all, with a blank between them.
@@ -56,16 +55,7 @@ def ps(
     exits 3 if none answers.
     """
     with open_session(inventory, ask=False, patient=False, as_json=as_json) as session:
-        asked = session.targets(targets, host, ct) or everything(session.inventory)
-        if not asked:
-            newest = session.state.newest()
-            asked = [newest.target] if newest else []
-        if not asked:
-            raise UsageError(
-                "the inventory is empty, and no container was named",
-                next_step="give --host H --ct N, write an inventory (dflashctl init), or try all "
-                "of it without Proxmox (dflashctl lab up)",
-            )
+        asked = session.targets_or_all(targets, host, ct)
         table = output.Table(*COLUMNS)
         answers = []
         fields: dict[str, Any] = {} if every else {"limit": 5}

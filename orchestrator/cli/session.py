@@ -39,6 +39,30 @@ class Session:
         self.fleet.expect(found)
         return found
 
+    def some_targets(
+        self, names: Sequence[str] | None, host: str | None, ct: int | None
+    ) -> list[Target]:
+        """:raises UsageError: none was named."""
+        return self.targets(names, host, ct) or [self.one_target(names, host, ct)]
+
+    def targets_or_all(
+        self, names: Sequence[str] | None, host: str | None, ct: int | None
+    ) -> list[Target]:
+        """The containers named; else all of the inventory; else that of the newest run.
+
+        :raises UsageError: there is none of them.
+        """
+        found = self.targets(names, host, ct) or targets.everything(self.inventory)
+        if not found and (newest := self.state.newest()) is not None:
+            found = [newest.target]
+        if not found:
+            raise UsageError(
+                "the inventory is empty, and no container was named",
+                next_step="give --host H --ct N, write an inventory (dflashctl init), or try all "
+                "of it without Proxmox (dflashctl lab up)",
+            )
+        return found
+
     def one_target(self, names: Sequence[str] | None, host: str | None, ct: int | None) -> Target:
         """:raises UsageError: none or several were named."""
         found = self.targets(names, host, ct)

@@ -11,8 +11,7 @@ from orchestrator.alarm import DROP
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
 from orchestrator.cli.session import open_session
-from orchestrator.errors import UsageError
-from orchestrator.target import Target, everything
+from orchestrator.target import Target
 from orchestrator.top import BARS, PLAIN_BARS, Board, Line, frame, state_text
 
 if TYPE_CHECKING:
@@ -34,16 +33,7 @@ def top(
     Ctrl-C leaves. Into a pipe, and with --json, it prints how things stand once.
     """
     with open_session(inventory, ask=False, patient=False, quiet=True) as session:
-        chosen = session.targets(targets, host, ct) or everything(session.inventory)
-        if not chosen:
-            newest = session.state.newest()
-            chosen = [newest.target] if newest else []
-        if not chosen:
-            raise UsageError(
-                "the inventory is empty, and no container was named",
-                next_step="give --host H --ct N, write an inventory (dflashctl init), or try all "
-                "of it without Proxmox (dflashctl lab up)",
-            )
+        chosen = session.targets_or_all(targets, host, ct)
         board = Board(session.fleet, chosen, drop=DROP)
         board.start()
         try:

@@ -30,7 +30,6 @@ from orchestrator.fleet import Fleet, Opening
 from orchestrator.laptop_path import laptop_path, working_folder
 from orchestrator.reconnect import reconnecting
 from orchestrator.release import Release
-from orchestrator.run import RunRef
 from orchestrator.target import Target
 
 
@@ -51,7 +50,7 @@ def push(
     """Push the code as an immutable release; start nothing. Goes on after a cut."""
     going_on = "push again to go on from what has arrived"
     with open_session(inventory, as_json=as_json) as session, interrupt.told(going_on):
-        found = session.targets(targets, host, ct) or [session.one_target(targets, host, ct)]
+        found = session.some_targets(targets, host, ct)
         alone = len(found) == 1 and not dry_run
         # The files are hashed while pct starts.
         opening = session.fleet.opening(found[0]) if alone else None
@@ -92,6 +91,7 @@ def _push(
         ):
             return releases.push(
                 fleet,
+                target,
                 lambda: opened.enter_context(
                     begun.pop().result() if begun else fleet.container(target)
                 ),
@@ -165,7 +165,7 @@ def pull(
         try:
             pulled = transfer.pull(
                 session.fleet,
-                RunRef(ref.target, run_id).target,
+                ref.target,
                 source,
                 laptop_path(to or run_id),
                 wanted=wanted,
