@@ -22,6 +22,7 @@ _OWN_NUMBER = (
     r"pve-config-(\d{3,9})\.lock|/lxc/(\d{3,9})\.conf",
     r"\bct(\d{3,9})\b|dflashctl\b.*?\b[A-Za-z][\w.-]*/(\d{3,5})\b",
 )
+_RAISE = re.compile(r"(?:^|:) *raise [\w.]+\(")
 
 
 NO_CONFIG = "none"
@@ -89,6 +90,7 @@ class Evidence:
         Left out are flags, echoed commands and config dumps (unless ``quiet``) and whatever came
         after the run had said that it was done. The system's own journals tell of everybody, so
         they are read only by rules that ask for them (``system``). ``named`` limits the probes.
+        A traceback's source line ``raise ValueError(f"…")`` steps back for the exception it made.
         """
         hits = self._text.search(patterns)
         kept = []
@@ -107,7 +109,25 @@ class Evidence:
             if done is not None and hit.line.source == "log" and hit.line.number > done:
                 continue
             kept.append(hit)
-        return kept
+        said = {hit.line.number for hit in kept if hit.line.source == "log"}
+        return [
+            hit
+            for hit in kept
+            if hit.line.source != "log" or self._raised_at.get(hit.line.number) not in said
+        ]
+
+    @cached_property
+    def _raised_at(self) -> dict[int, int]:
+        """Of every ``raise`` that a traceback of the log shows as source: the line that names the
+        exception."""
+        text = {li.number: li.text for li in self.lines}
+        return {
+            number: f.line.number
+            for f in self.failures
+            if f.headed and f.line.source == "log"
+            for number in range(f.first, f.line.number)
+            if _RAISE.search(text.get(number, ""))
+        }
 
     def unrecovered(self, *patterns: str, probes: bool = True) -> list[Hit]:
         """What :meth:`search` finds, without the lines of the log that the run survived."""

@@ -267,8 +267,9 @@ _BOOT = r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
 
 def rebooted(e: Evidence) -> Iterator[Finding]:
     """``/proc/sys/kernel/random/boot_id`` is another one than the run recorded; or the task log,
-    the journal and ``uptime`` tell of a restart during the run."""
-    if e.outcome.state == "finished":
+    the journal and ``uptime`` tell of a restart during the run. A restart after the run's own end
+    is none of its business."""
+    if e.outcome.state == "finished" or _ended_by_itself(e):
         return
     at: list[Probe | Line | Hit] = [p for p in e.probes if _two_boots(p)]
     if not e.probes.named("boot_?id"):  # else the ids decide: a task log tells of last week, too
@@ -297,6 +298,15 @@ def rebooted(e: Evidence) -> Iterator[Finding]:
             f"{e.go_on}",
             confidence=0.93,
         )
+
+
+def _ended_by_itself(e: Evidence) -> bool:
+    """The supervisor recorded an exit code. A container that goes down sends signals, which are
+    recorded as such, or by shells and handlers as 128 + their number; or records nothing."""
+    end = e.outcome.exit
+    return (
+        end is not None and end.reason == "failed" and not end.signal and 0 < (end.code or 0) < 128
+    )
 
 
 def _two_boots(probe: Probe) -> bool:

@@ -3,7 +3,8 @@ alarm.
 
 A case is a folder with ``log.txt``, perhaps ``probes.json``, and ``expect.json``: ``code`` (null
 for a healthy run), and where it needs them ``also`` (acceptable further codes), ``not`` (must not
-be the root cause), ``near`` (of a healthy run: the codes whose words it has).
+be the root cause), ``near`` (of a healthy run: the codes whose words it has); each of the three
+is a list of codes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ def folders(root: Path) -> list[Path]:
 
 def label(case: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((case / "expect.json").read_text(encoding="utf-8"))
+    assert "code" in loaded, f"{case.name}: expect.json has no `code` (null for a healthy run)"
+    for key in ("also", "not", "near"):
+        assert isinstance(loaded.get(key, []), list), f"{case.name}: `{key}` is a list of codes"
     return {"also": [], "not": [], **loaded}
 
 
@@ -77,9 +81,9 @@ def test_every_code_has_a_positive_a_near_miss_and_a_healthy_neighbour() -> None
     neighbour = {code for one in labels if one["code"] is None for code in one.get("near", ())}
 
     assert positive - set(CODES) == set(), "orchestrator/diag/codes.py does not have it"
-    assert set(CODES) - positive == set(), "no case has it as its root cause"
-    assert set(CODES) - near_miss == set(), "no sick run of another cause says that it is not this"
-    assert set(CODES) - neighbour == set(), "no healthy run uses its words"
+    assert set(CODES) - positive == set(), "no case has it as its `code`"
+    assert set(CODES) - near_miss == set(), "no case of another cause has it in `not`"
+    assert set(CODES) - neighbour == set(), "no healthy case has it in `near`"
     assert {code for one in labels for code in (*one["also"], *one["not"])} <= set(CODES)
     assert neighbour <= set(CODES)
 

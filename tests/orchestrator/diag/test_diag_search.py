@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.diag import Evidence
 from orchestrator.diag.search import Text, alternatives, needles
 from orchestrator.diag.text import read_lines
 
@@ -82,3 +83,15 @@ def test_case_is_folded_where_the_expression_says_so() -> None:
 
     assert [h.line.number for h in made.search(["(?i)back-?pressure"])] == [1]
     assert made.search(["back-?pressure"]) == []
+
+
+def test_an_exception_is_quoted_rather_than_the_line_of_source_that_raised_it() -> None:
+    log = (
+        "Traceback (most recent call last):\n"
+        '  File "/w/train.py", line 8, in __getitem__\n'
+        '    raise ValueError(f"sample {i}: token ids out of range: {top} >= {rows}")\n'
+        "ValueError: sample 37: token ids out of range: 151999 >= 151936\n"
+    )
+    assert [h.line.number for h in Evidence.from_text(log).search("token ids out of range")] == [4]
+    cut = log.rsplit("ValueError:", 1)[0]
+    assert [h.line.number for h in Evidence.from_text(cut).search("token ids out of range")] == [3]
