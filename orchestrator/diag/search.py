@@ -84,6 +84,14 @@ class Text:
     def _hits(self, pattern: str) -> dict[int, Hit]:
         hits: dict[int, Hit] = {}
         for literals, folded, source in _branches(pattern):
+            text = self.lower if folded else self.text
+            # Nearly all branches end here, some thousand a log: a loop costs less than a call.
+            for literal in literals:
+                if literal in text:
+                    break
+            else:
+                if literals:
+                    continue
             for index in self._holding(literals, folded):
                 match = _compiled(source).search(self.lines[index].text)
                 if match is not None:

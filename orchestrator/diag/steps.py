@@ -126,8 +126,10 @@ def read_step(line: Line) -> Step | None:
     if text[:1] == "{":
         return _record(line, text)
     bar = BAR.search(text)
-    loss = _LOSS.search(text)
     step = _STEP.search(text)
+    if bar is None and step is None:  # as most lines are: the rest is half of reading them
+        return None
+    loss = _LOSS.search(text)
     seconds = _SECONDS.search(text)
     rate = _rate(text, seconds)
     tokens = _tokens(text)
