@@ -192,6 +192,11 @@ class Fleet:
         link = RelayLink(carrier, target.ct, relayed_argv(target), _program().data, places.release)
         return open_channel(_Owner(host, connection, carrier), link)
 
+    def beside(self, target: Target) -> Callable[[], AgentChannel] | None:
+        """Opens a further session to a container that is reached directly; None where all of them
+        share the one of the host's agent."""
+        return None if target.host in self._crowded else partial(self.container, target)
+
     def opening(self, target: Target) -> Opening:
         """Begin to open a container's channel in the background."""
         return Opening(lambda: self.container(target))

@@ -259,7 +259,7 @@ def _attempt(
     arrivals: Arrivals,
 ) -> Started:
     looking = channel.request("preflight", **preflight_fields(target, order, release))
-    push = Push(channel, release, arrivals) if release else None
+    push = Push(channel, release, arrivals, fleet.beside(target)) if release else None
     which: dict[str, Any] = {}
     sent = []
     if push is not None:

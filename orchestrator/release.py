@@ -6,9 +6,13 @@ without waiting, so a push of one changed file takes two beyond the connection.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +22,22 @@ from orchestrator import snapshot
 from orchestrator.agent.protocol import PAYLOAD_LIMIT
 from orchestrator.channel import AgentChannel
 from orchestrator.digests import DigestCache
-from orchestrator.errors import TransferError, UsageError
+from orchestrator.errors import DflashctlError, TransferError, UsageError
 from orchestrator.fleet import Fleet
 from orchestrator.paths import LaptopPaths
 from orchestrator.reconnect import Notice, reconnecting
 from orchestrator.request import FIRST_WINDOW, Request
 from orchestrator.snapshot import Found, GitState, Root
+from orchestrator.target import Target
 
 TRAINER = Path(__file__).parents[1] / "trainer"
-# One request's blobs: enough to fill the line, few enough that a cut loses little.
-BATCH_BYTES = 64 << 20
+# One request's blobs: few enough that a cut loses little, and that two channels end together.
+BATCH_BYTES = 8 << 20
 BATCH_FILES = 4096
+# sshd takes 2 MB of a session before it answers, whatever the link carries: 20 MB/s at 100 ms. A
+# second session takes as much again, and costs another `pct exec`, 0.5 to 1 s of the host.
+FAR_S = 0.05
+WORTH_A_SECOND = 24 << 20
 
 
 class Progress(Protocol):
@@ -49,6 +58,7 @@ class Arrivals:
         self._wanted: int | None = None
         self._before = 0
         self._shown = 0
+        self._lock = threading.Lock()
 
     def begin(self, missing: int) -> None:
         """An attempt: what the last one left incomplete travels once more."""
@@ -59,11 +69,12 @@ class Arrivals:
         self._before = max(0, self._wanted - missing)
 
     def __call__(self, taken: int) -> None:
-        """``taken`` bytes of this attempt."""
-        there = min(self._before + taken, self._wanted or 0)
-        if self._progress and there > self._shown:
-            self._progress(there - self._shown)
-            self._shown = there
+        """``taken`` bytes of this attempt; told by any channel's reading thread."""
+        with self._lock:
+            there = min(self._before + taken, self._wanted or 0)
+            if self._progress and there > self._shown:
+                self._progress(there - self._shown)
+                self._shown = there
 
 
 @dataclass(frozen=True)
@@ -180,6 +191,7 @@ def _refuse_other_trainer(entries: list[Entry]) -> None:
 
 def push(
     fleet: Fleet,
+    target: Target,
     channels: Callable[[], AgentChannel],
     release: Release,
     *,
@@ -194,7 +206,7 @@ def push(
     arrivals = Arrivals(progress)
 
     def once(channel: AgentChannel) -> dict[str, Any]:
-        blobs, commit = Push(channel, release, arrivals).send()
+        blobs, commit = Push(channel, release, arrivals, fleet.beside(target)).send()
         for request in blobs:
             request.result()
         return commit.result()
@@ -202,15 +214,36 @@ def push(
     return reconnecting(fleet, channels, once, notice)
 
 
-class Push:
-    """One push on one channel: begin at once; finish when the reply is there."""
+@dataclass
+class _Lane:
+    """One channel of a push, and how far it is."""
 
-    def __init__(self, channel: AgentChannel, release: Release, arrivals: Arrivals) -> None:
+    channel: AgentChannel
+    window: int = FIRST_WINDOW
+    sent: int = 0
+    """Bytes of the batches before the one that travels."""
+    taken: int = 0
+    batches: list[list[Entry]] = field(default_factory=list)
+
+
+class Push:
+    """One push: begin at once; finish when the reply is there. On one channel, or on two where the
+    container is far."""
+
+    def __init__(
+        self,
+        channel: AgentChannel,
+        release: Release,
+        arrivals: Arrivals,
+        beside: Callable[[], AgentChannel] | None = None,
+    ) -> None:
+        """:param beside: opens a further channel to the same container."""
         self.release = release
         self._channel = channel
         self._arrivals = arrivals
-        self._sent = 0
-        self._window = FIRST_WINDOW
+        self._beside = beside
+        self._waiting: deque[list[Entry]] = deque()
+        self._lanes = [_Lane(channel)]
         self._begin = channel.request("release.begin", more=True)
         self._begin.feed([release.manifest])
 
@@ -221,8 +254,13 @@ class Push:
         """
         answer = self._begin.result()
         self._arrivals.begin(answer["bytes"])
-        missing = [self.release.entries[index] for index in answer["missing"]]
-        blobs = [self._send_batch(batch) for batch in _batches(missing)]
+        self._waiting.extend(_batches([self.release.entries[i] for i in answer["missing"]]))
+        second = self._second(answer["bytes"])
+        blobs = self._send_batches(self._lanes[0])
+        if second is not None:
+            second.join()
+            # What it could not bring.
+            blobs += self._send_batches(self._lanes[0])
         commit = self._channel.request(
             "release.commit",
             begin=self._begin.number,
@@ -235,18 +273,58 @@ class Push:
     def begin(self) -> Request:
         return self._begin
 
-    def _send_batch(self, batch: list[Entry]) -> Request:
-        request = self._channel.request(
+    def _second(self, missing: int) -> threading.Thread | None:
+        """Carries batches over a channel of its own, where the window of one holds them up."""
+        if self._beside is None or missing < WORTH_A_SECOND:
+            return None
+        asked = time.monotonic()
+        self._channel.call("ping")
+        if time.monotonic() - asked < FAR_S:
+            return None
+        thread = threading.Thread(target=self._send_beside, args=(self._beside,), daemon=True)
+        thread.start()
+        return thread
+
+    def _send_beside(self, beside: Callable[[], AgentChannel]) -> None:
+        """A failure costs only time: the first channel sends what this one took, or fails too."""
+        with contextlib.suppress(DflashctlError), beside() as channel:
+            lane = _Lane(channel)
+            self._lanes.append(lane)
+            try:
+                for request in self._send_batches(lane):
+                    request.result()
+            except DflashctlError:
+                self._lanes.remove(lane)
+                self._waiting.extend(lane.batches)
+
+    def _send_batches(self, lane: _Lane) -> list[Request]:
+        requests = []
+        while (batch := self._next()) is not None:
+            lane.batches.append(batch)
+            requests.append(self._send_batch(lane, batch))
+        return requests
+
+    def _next(self) -> list[Entry] | None:
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
+
+    def _send_batch(self, lane: _Lane, batch: list[Entry]) -> Request:
+        request = lane.channel.request(
             "release.blobs",
             blobs=[[entry.line[2], entry.line[3]] for entry in batch],
             encoding="raw",
             more=True,
         )
-        before = self._sent
-        self._sent += sum(entry.line[3] for entry in batch)
-        self._window = request.feed(
-            self._pieces(batch), self._window, lambda taken: self._arrivals(before + taken)
-        )
+        before = lane.sent
+        lane.sent += sum(entry.line[3] for entry in batch)
+
+        def arrived(taken: int) -> None:
+            lane.taken = before + taken
+            self._arrivals(sum(one.taken for one in self._lanes))
+
+        lane.window = request.feed(self._pieces(batch), lane.window, arrived)
         return request
 
     def _pieces(self, batch: list[Entry]) -> Iterator[memoryview]:

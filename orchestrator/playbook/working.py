@@ -30,7 +30,7 @@ def push(stage: Stage, action: actions.Push) -> Done:
     for target in stage.targets:
         with stage.audited(target, "push", release=release.id):
             answer = releases.push(
-                stage.fleet, partial(stage.channel, target), release, notice=stage.notice
+                stage.fleet, target, partial(stage.channel, target), release, notice=stage.notice
             )
             stage.pushed[target.name] = str(answer["path"])
     return Done(

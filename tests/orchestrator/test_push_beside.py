@@ -1,0 +1,149 @@
+"""A large push to a far container goes over two sessions; what the second does not bring, the first
+does. Real agents, on pipes whose answers come late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_push_turns import SLOW_S, Far, SlowLink
+
+from orchestrator import release as releases
+from orchestrator.agent_bundle import bundle
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import ConnectionLost, HostUnreachable
+from orchestrator.release import Arrivals, Push
+from orchestrator.request import Request
+
+FILES = 20
+SIZE = 50_000
+
+
+class Bench:
+    """Two agents in one container's work folder."""
+
+    def __init__(self, far: Far) -> None:
+        self.far = far
+        self.asked = 0
+
+    def channel(self) -> AgentChannel:
+        link = SlowLink(self.far.workdir)
+        return AgentChannel(link, bundle(), str(self.far.workdir), trusted=False, host="h", ct=1)
+
+    def beside(self) -> AgentChannel:
+        self.asked += 1
+        return self.channel()
+
+    def push(self, beside: bool = True) -> dict[str, object]:
+        arrived = Counted()
+        with self.channel() as channel:
+            channel.hello()
+            push = Push(
+                channel, self.far.release(), Arrivals(arrived), self.beside if beside else None
+            )
+            blobs, commit = push.send()
+            for request in [*blobs, commit]:
+                request.result()
+            assert arrived.expected == FILES * SIZE >= arrived.shown
+            return dict(commit.result())
+
+
+class Counted:
+    """What a meter would show."""
+
+    def __init__(self) -> None:
+        self.expected = self.shown = 0
+
+    def expect(self, count: int) -> None:
+        self.expected += count
+
+    def __call__(self, count: int) -> None:
+        self.shown += count
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(releases, "BATCH_BYTES", SIZE)
+    monkeypatch.setattr(releases, "WORTH_A_SECOND", SIZE)
+    monkeypatch.setattr(releases, "FAR_S", SLOW_S / 2)
+    far = Far(tmp_path)
+    for number in range(FILES):
+        (far.code / f"file{number}").write_bytes(number.to_bytes(2, "big") * (SIZE // 2))
+    yield Bench(far)
+
+
+@pytest.fixture
+def waits_for_the_second(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The first takes no batch before this is set."""
+    begun = threading.Event()
+    take = Push._next
+
+    def patient(self: Push) -> list[releases.Entry] | None:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            return take(self)
+        batch = take(self)
+        begun.set()
+        return batch
+
+    monkeypatch.setattr(Push, "_next", patient)
+    return begun
+
+
+def complete(bench: Bench, answer: dict[str, object]) -> bool:
+    released = Path(str(answer["path"]))
+    return all(
+        (released / path.name).read_bytes() == path.read_bytes()
+        for path in bench.far.code.iterdir()
+    )
+
+
+def test_both_carry_batches_and_the_release_is_whole(
+    bench: Bench, waits_for_the_second: threading.Event
+) -> None:
+    answer = bench.push()
+
+    assert bench.asked == 1
+    assert waits_for_the_second.is_set()
+    assert complete(bench, answer)
+
+
+def test_what_a_second_that_is_cut_had_taken_the_first_sends(
+    bench: Bench, waits_for_the_second: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Push._send_batch
+
+    def cut(self: Push, lane: releases._Lane, batch: list[releases.Entry]) -> Request:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConnectionLost("cut on purpose")
+        return send(self, lane, batch)
+
+    monkeypatch.setattr(Push, "_send_batch", cut)
+
+    assert complete(bench, bench.push())
+
+
+def test_a_second_that_cannot_be_had_costs_nothing(bench: Bench) -> None:
+    def refused() -> AgentChannel:
+        raise HostUnreachable("no more sessions")
+
+    bench.beside = refused  # type: ignore[method-assign]
+
+    assert complete(bench, bench.push())
+
+
+@pytest.mark.parametrize("why", ["near", "small", "shared"])
+def test_it_is_not_asked_for_where_one_is_as_good(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "near":
+        monkeypatch.setattr(releases, "FAR_S", 60.0)
+    if why == "small":
+        monkeypatch.setattr(releases, "WORTH_A_SECOND", FILES * SIZE + 1)
+
+    answer = bench.push(beside=why != "shared")
+
+    assert bench.asked == 0
+    assert complete(bench, answer)
