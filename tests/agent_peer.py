@@ -38,6 +38,20 @@ def interpreters(*versions: str) -> list[Path]:
     return found
 
 
+def compiled_program(folder: Path) -> Path:
+    """A folder with the program, compiled: what a container has from its second use on."""
+    assert Peer(folder).close() == 0
+    return folder / "dflashctl" / "agent"
+
+
+def furnish(workdir: Path, program: Path) -> Path:
+    """``workdir``, made, with that program: an agent starts there in a quarter of the time."""
+    (workdir / "dflashctl").mkdir(parents=True)
+    (workdir / "dflashctl").chmod(0o700)
+    shutil.copytree(program, workdir / "dflashctl" / "agent")
+    return workdir
+
+
 class Peer:
     """The laptop's side of one channel, as small as a test needs it."""
 

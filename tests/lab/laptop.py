@@ -11,32 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fork_server import ForkServer
+from warm_cli import MODULE, base_environment, dflashctl
 
 from orchestrator.run import ENDED
 
 ROOT = Path(__file__).parents[2]
-MODULE = "orchestrator.cli"
-IMPORTS = """
-from orchestrator.cli.app import VERBS, load
-import fabric
-for name, verb in VERBS.items(): load(name, verb)
-"""
-
-
-@cache
-def server() -> ForkServer:
-    """Has imported every verb."""
-    return ForkServer(IMPORTS, base_environment())
-
-
-def base_environment() -> dict[str, str]:
-    kept = {"PATH", "LANG", "LC_ALL", "TERM"} & os.environ.keys()
-    return {**{name: os.environ[name] for name in kept}, "PYTHONPATH": str(ROOT)}
 
 
 class Cli:
@@ -91,8 +73,7 @@ class Cli:
 
     def _run(self, words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         if not self.extra:
-            environment = self.environment
-            return server().run(MODULE, words, cwd=cwd, variables=environment, limit_s=120)
+            return dflashctl(words, cwd=cwd, variables=self.environment)
         process = self.start(*words, cwd=cwd)
         out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import warm_cli
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,15 +23,7 @@ CHOICES = Choices("root@10.1.2.6:2222", 200, name="night", python="/venv/bin/pyt
 
 
 def dflashctl(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", *words],
-        env={"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"}
-        | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    return warm_cli.dflashctl(words, cwd=tmp_path, variables={"HOME": str(tmp_path / "home")})
 
 
 def test_the_inventory_reads_as_what_was_chosen(tmp_path: Path) -> None:
@@ -117,6 +110,12 @@ def test_without_a_terminal_a_missing_answer_is_a_usage_error(tmp_path: Path) ->
     assert done.returncode == 2
     assert "--host is missing, and there is no terminal" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_who_knows_no_container_yet_is_told_how_to_begin(tmp_path: Path) -> None:
+    listed = dflashctl(tmp_path, "inventory", "list")
+    assert listed.returncode == 0
+    assert "dflashctl init" in listed.stdout and "inventory discover HOST" in listed.stdout
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=x", "a b", ""])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_cli import dflashctl
 
+from orchestrator.errors import UsageError
 from orchestrator.laptop_path import did_you_mean
-
-ROOT = Path(__file__).parents[2]
+from orchestrator.orders import take_code
+from orchestrator.paths import LaptopPaths
 
 
 @pytest.fixture
@@ -68,18 +68,22 @@ def test_a_folder_is_no_file_and_a_file_no_folder(project: Path) -> None:
     ],
 )
 def test_every_option_that_takes_a_path_offers_it(project: Path, words: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", *words],
-        env={
-            "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
-            "HOME": str(project.parent / "own"),
-            "DFLASHCTL_INVENTORY": str(project / "inventory.yaml"),
-        },
-        cwd=project,
-        capture_output=True,
-        text=True,
-    )
+    variables = {
+        "HOME": str(project.parent / "own"),
+        "DFLASHCTL_INVENTORY": str(project / "inventory.yaml"),
+    }
+    done = dflashctl(words, cwd=project, variables=variables)
     assert done.returncode in {2, 5}, done.stderr
     near = "configs" if "--code" in words else "configs/train.yaml"
     assert f"did you mean {near}?" in done.stderr and "next: " in done.stderr
+
+
+def test_a_config_that_is_named_from_the_folder_to_push_is_found_there(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    laptop = LaptopPaths({"HOME": str(project.parent)})
+    with pytest.raises(
+        UsageError, match=r"config train\.yaml: no such file; did you mean confi.*/tr"
+    ):
+        take_code(laptop, Path("configs"), "train.yaml")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from agent_peer import furnish
 
 from orchestrator import agent_bundle, channel
 from orchestrator.agent import loader, protocol
@@ -28,8 +29,10 @@ AGENT = loader.argv(sys.executable)
 class Host:
     """The agent of a host, and ways through it to agents beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Path) -> None:
+        """``program`` is the compiled one, for the folders of all that are not ``cold``."""
         self.folder = folder
+        self.program = program
         self.process = subprocess.Popen(
             AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
@@ -41,7 +44,11 @@ class Host:
         self.relays: list[AgentChannel] = []
         self.links: list[RelayLink] = []
 
-    def open(self, link: channel.Link, name: str, ct: int | None) -> AgentChannel:
+    def open(
+        self, link: channel.Link, name: str, ct: int | None, *, cold: bool = False
+    ) -> AgentChannel:
+        if not cold:
+            furnish(self.folder / name, self.program)
         return AgentChannel(
             link,
             agent_bundle.bundle(),
@@ -52,10 +59,12 @@ class Host:
             queued=(lambda: link.waiting) if isinstance(link, RelayLink) else None,
         )
 
-    def relay(self, argv: list[str] | None = None, ct: int = 200) -> AgentChannel:
+    def relay(
+        self, argv: list[str] | None = None, ct: int = 200, *, cold: bool = False
+    ) -> AgentChannel:
         link = RelayLink(self.channel, ct, argv or AGENT, agent_bundle.bundle().data)
         self.links.append(link)
-        self.relays.append(self.open(link, str(ct), ct))
+        self.relays.append(self.open(link, str(ct), ct, cold=cold))
         return self.relays[-1]
 
     # The link to it
@@ -85,8 +94,8 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    made = Host(tmp_path)
+def host(tmp_path: Path, warm_program: Path) -> Iterator[Host]:
+    made = Host(tmp_path, warm_program)
     yield made
     for one in [*made.relays, made.channel]:
         one.close()
@@ -127,8 +136,7 @@ def test_the_program_travels_to_the_host_once(host: Host) -> None:
     host.channel.hello()
     before = host.sent
     for number in range(3):
-        # None of them has it.
-        assert host.relay(ct=200 + number).hello()["stored"] == "workdir"
+        assert host.relay(ct=200 + number, cold=True).hello()["stored"] == "workdir"
     assert host.sent - before < len(agent_bundle.bundle().data) / 2
 
 

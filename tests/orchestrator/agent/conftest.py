@@ -16,28 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_peer import WAIT, Peer
+from agent_peer import WAIT, Peer, furnish
 
 from orchestrator.agent.process import Tree, alive
 
 Start = Callable[..., Peer]
 
 
-@pytest.fixture(scope="session")
-def warm_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the program, compiled: what a container has from its second use on."""
-    folder = tmp_path_factory.mktemp("warm")
-    assert Peer(folder).close() == 0
-    return folder / "dflashctl" / "agent"
-
-
 @pytest.fixture
 def workdir(tmp_path: Path, warm_program: Path) -> Path:
-    folder = tmp_path / "work"
-    (folder / "dflashctl").mkdir(parents=True)
-    (folder / "dflashctl").chmod(0o700)
-    shutil.copytree(warm_program, folder / "dflashctl" / "agent")
-    return folder
+    return furnish(tmp_path / "work", warm_program)
 
 
 @pytest.fixture
