@@ -151,29 +151,25 @@ def xid(e: Evidence) -> Iterator[Finding]:
     """``NVRM: Xid (PCI:0000:db:00): 48, pid=…`` in the host's kernel log. 13, 31, 43, 45 and 69
     come from the program (an illegal access): there the program's error leads, and the Xid is a
     remark."""
-    lines: list[tuple[Line, int]] = []
-    for hit in e.search(_XID, system=True):
-        number = int(hit[2] or hit[3])
-        lines.append((hit.line, number))
+    lines = [(hit.line, int(hit[2] or hit[3])) for hit in e.search(_XID, system=True)]
     lost = e.search(*LOST, system=True)
     if not lines and not lost:
         return
     hardware = [(li, n) for li, n in lines if XIDS.get(n, ("", True))[1]]
-    failing = e.outcome.state not in ("finished",) and _in_trouble(e)
+    failing = e.outcome.state != "finished" and _in_trouble(e)
     illegal = e.search(*ILLEGAL)
     if not hardware and not lost and (illegal or not failing):
         if illegal and lines:
-            yield _xid_finding(e, lines, [], "info", 0.4)
+            yield _xid_finding(e, lines, [], False, 0.4)
         return
     silent = not e.errors and e.outcome.state == "failed"
     if _unrelated(e) or (silent and not hardware and not lost):
         return
-    severity = "fatal" if failing else "info"
-    yield _xid_finding(e, hardware or lines, [h.line for h in lost], severity, 0.95)
+    yield _xid_finding(e, hardware or lines, [h.line for h in lost], failing, 0.95)
 
 
 def _xid_finding(
-    e: Evidence, lines: list[tuple[Line, int]], lost: list[Line], severity: str, confidence: float
+    e: Evidence, lines: list[tuple[Line, int]], lost: list[Line], failing: bool, confidence: float
 ) -> Finding:
     numbers = sorted({n for _, n in lines})
     named = "; ".join(f"Xid {n}: {XIDS.get(n, ('not in the catalogue', True))[0]}" for n in numbers)
@@ -192,7 +188,7 @@ def _xid_finding(
         "79, 74, 54: reseat the card, check power, riser and temperature; 48, 63, 64, 94, 95: "
         "RMA if it\n"
         "comes back; 119, 120: update driver and firmware",
-        severity="fatal" if severity == "fatal" else "info",
+        severity="fatal" if failing else "info",
         confidence=confidence,
     )
 
@@ -335,7 +331,6 @@ def _slow_clocks(e: Evidence) -> list[Line]:
     if not rows:
         return []
     best = max(top for _, top, _ in rows)
-    best = max(best, max(clock for clock, _, _ in rows))
     return [li for clock, _, li in rows if clock < 0.6 * best or clock < 700]
 
 

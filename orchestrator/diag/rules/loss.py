@@ -54,11 +54,10 @@ def nan(e: Evidence) -> Iterator[Finding]:
     stays = (
         bool(bad) and last is not None and last.loss is not None and not math.isfinite(last.loss)
     )
-    many = len([s for s in bad if s.number > e.outcome.attempt_line]) >= 3
     lost = len(grads) >= 3 and grads[-1] is e.series.steps[-1]
     if e.outcome.state == "finished" and not stays:
         return
-    if not (hard or stays or (many and stays) or lost):
+    if not (hard or stays or lost):
         return
     first = bad[0] if bad else grads[0] if grads else None
     before = [s for s in losses if first is not None and s.number < first.number][-2:]

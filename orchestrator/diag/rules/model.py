@@ -278,7 +278,8 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
         "the checkpoint belongs to another config: "
         + (hits[0].line.text.strip()[:120] if hits else shapes[0].message.splitlines()[0][:120]),
         [*hits[:3], *shapes[:2], *resumed[:1]],
-        "compare: the config beside the checkpoint and the one given (dflashctl diag shows both)\n"
+        "compare the config that made the checkpoint with the one given; our trainer's own message "
+        "names what differs\n"
         "resume with the old config, or start anew in another output folder\n"
         "weights alone can seed a new run: an option of its own, not resume",
         confidence=0.9,
