@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.agent.program import of_interpreter
 from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.serve import Cancelled, Request, from_os_error
-from orchestrator.agent.start import variables
+from orchestrator.agent.start import variables, words
 
 PIECE = 256 << 10
 TERM_GRACE_S = 2.0
@@ -38,13 +38,6 @@ def execute(request: Request) -> dict[str, Any]:
     timeout = request.get("timeout_s", (int, float))
     timed_out = carry(request, child, request.send, partial(_end, child), timeout)
     return {**ending(child), "timed_out": timed_out}
-
-
-def words(request: Request) -> list[str]:
-    command: list[str] = request.need("command", list)
-    if not command or not all(isinstance(word, str) and "\0" not in word for word in command):
-        raise AgentError("request.invalid", "the command is empty or no list of words")
-    return command
 
 
 def open_child(

@@ -135,14 +135,17 @@ def locked(path: str, *, shared: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
-def tail_lines(path: str, count: int, limit: int = 64 << 10) -> list[str]:
-    """The last whole or unfinished lines within the last ``limit`` bytes; [] if there are none."""
+_TAIL_BYTES = 64 << 10
+
+
+def tail_lines(path: str, count: int) -> list[str]:
+    """The last whole or unfinished lines within the last 64 KiB; [] if there are none."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            start = max(0, size - limit)
+            start = max(0, size - _TAIL_BYTES)
             file.seek(start)
-            data = file.read(limit)
+            data = file.read(_TAIL_BYTES)
     except OSError:
         return []
     if start and b"\n" in data:

@@ -116,7 +116,7 @@ def _looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
         "boot_id": lambda: _boot_ids(scene.run),
         "ls_dev": lambda: list_devices(scene.limit),
         "tmux": lambda: _tmux(scene),
-        "ps": lambda: process_table(),
+        "ps": process_table,
         "memory_events": lambda: control_group("memory.events", "memory/memory.oom_control"),
         "cgroup_events": lambda: control_group("cgroup.events", "freezer/freezer.state"),
         "memory": _memory,
@@ -177,9 +177,9 @@ def process_table() -> str:
     return "\n".join(lines)
 
 
-def control_group(name: str, old: str, group: str = "") -> str:
+def control_group(name: str, old: str) -> str:
     """A file of the (unified) group, or its relative of version 1; the path with one-line texts."""
-    for path in (f"/sys/fs/cgroup/{group}{name}", f"/sys/fs/cgroup/{old}"):
+    for path in (f"/sys/fs/cgroup/{name}", f"/sys/fs/cgroup/{old}"):
         if os.path.exists(path):
             text = text_of(path)
             return text if name == "memory.events" else f"{path}: {' '.join(text.split())}"
@@ -284,10 +284,10 @@ def _contents(root: str) -> str:
 
 
 def _last_write(run: RunPaths | None) -> str | None:
-    if run is None:
+    if run is None or not os.path.exists(run.log):
         return None
-    newest = max(os.stat(path).st_mtime for path in (run.log,) if os.path.exists(path))
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest))
+    written = os.stat(run.log).st_mtime
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
 
 
 _LIST = """

@@ -83,15 +83,6 @@ def command(pid: int) -> str:
     return f"[{process.name}]" if process else ""
 
 
-def environment_has(pid: int, name: str, value: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            text = file.read()
-    except OSError:
-        return False
-    return f"{name}={value}".encode("utf-8", "surrogateescape") in text.split(b"\0")
-
-
 def run_of(pid: int) -> str | None:
     """The run that it belongs to, in whichever container; None if it is nobody's or has ended."""
     prefix = f"{MARKER}=".encode()
@@ -108,7 +99,7 @@ def run_of(pid: int) -> str | None:
 
 def marked(run_id: str, processes: Iterable[int]) -> set[int]:
     """Those whose environment says that they belong to the run."""
-    return {pid for pid in processes if environment_has(pid, MARKER, run_id)}
+    return {pid for pid in processes if run_of(pid) == run_id}
 
 
 def descendants(processes: Mapping[int, Process], roots: Collection[int]) -> set[int]:

@@ -18,6 +18,7 @@ from typing import Any
 from orchestrator.agent import execute, host
 from orchestrator.agent.protocol import RELAY_WINDOW, AgentError
 from orchestrator.agent.serve import Request
+from orchestrator.agent.start import words
 
 AT_ONCE = max(8, min(os.cpu_count() or 8, 16))
 """Commands that start at a time. A `pct` computes for 0.5 to 0.97 s: many more than there are cores
@@ -32,7 +33,7 @@ LEAVE_S = 10.0
 
 
 def relay(request: Request) -> dict[str, Any]:
-    command = execute.words(request)
+    command = words(request)
     number = request.get("ct", int)
     with TURNS.turn(request.check) as spoken:
         if number is not None and GROUPS.frozen(number):

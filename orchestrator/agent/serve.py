@@ -333,12 +333,11 @@ class Server:
             while not other.ended.wait(0.5):
                 request.check()
             if other.failure is not None:
-                kind = other.failure.kind
                 raise AgentError(
                     "dependency",
                     f"request {number} failed first: {other.failure.message}",
                     id=number,
-                    kind=kind,
+                    kind=other.failure.kind,
                 )
         request.check()
 

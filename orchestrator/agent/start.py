@@ -137,9 +137,7 @@ def _restore_socket(paths: RunPaths) -> None:
 
 def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, Any]]:
     """What run.json says (for people) and what the supervisor needs (values too)."""
-    command = request.need("command", list)
-    if not command or not all(isinstance(word, str) and "\0" not in word for word in command):
-        raise AgentError("request.invalid", "the command is empty or no list of words")
+    command = words(request)
     release = _release(request)
     code = request.paths.release(release) if release else None
     if code is not None and not os.path.isdir(code):
@@ -220,6 +218,13 @@ def _release(request: Request) -> str | None:
     if commit is None or commit.result is None or "release" not in commit.result:
         raise AgentError("request.invalid", f"request {number} gave no release")
     return str(commit.result["release"])
+
+
+def words(request: Request) -> list[str]:
+    command: list[str] = request.need("command", list)
+    if not command or not all(isinstance(word, str) and "\0" not in word for word in command):
+        raise AgentError("request.invalid", "the command is empty or no list of words")
+    return command
 
 
 def variables(given: dict[str, Any]) -> dict[str, str]:
