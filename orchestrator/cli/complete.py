@@ -244,9 +244,10 @@ def _parse(files: Sequence[Path]) -> dict[str, list[str]]:
             continue
         if not isinstance(tree, dict):
             continue
+        known = tree.get("containers")
         hosts += _keys(tree.get("hosts"))
-        containers += _keys(tree.get("containers"))
-        for entry in (tree.get("containers") or {}).values() if containers else ():
+        containers += _keys(known)
+        for entry in known.values() if isinstance(known, dict) else ():
             groups += _texts(entry.get("groups") if isinstance(entry, dict) else None)
     return {"hosts": hosts, "containers": containers, "groups": list(dict.fromkeys(groups))}
 

@@ -121,6 +121,17 @@ def test_names_are_read_again_when_the_inventory_changes(
     assert complete.read_names(laptop).containers == []
 
 
+def test_a_file_that_is_no_inventory_hides_no_other(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DFLASHCTL_INVENTORY", raising=False)
+    laptop = LaptopPaths({"HOME": str(home)})
+    laptop.inventory_folder.mkdir()
+    (laptop.inventory_folder / "notes.yaml").write_text("hosts: 3\ncontainers: [train-b]\n")
+    found = complete.read_names(laptop)
+    assert (found.hosts, found.containers, found.groups) == (["pve1"], ["train-a"], ["night"])
+
+
 @pytest.fixture
 def environment(home: Path) -> dict[str, str]:
     """A PATH with a ``dflashctl`` on it."""
