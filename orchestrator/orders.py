@@ -30,11 +30,22 @@ def take_code(laptop: LaptopPaths, code: Path | None, config: str | None) -> Rel
     path = laptop_path(config) if config else None
     if path is not None and not path.is_file():
         raise UsageError(
-            f"config {config}: no such file{did_you_mean(path)}",
+            f"config {config}: no such file{_in_the_code(path, root.path) or did_you_mean(path)}",
             next_step="give a file of this machine; where nothing is pushed, a path inside the "
             "container",
         )
     return releases.build(root, laptop, path)
+
+
+def _in_the_code(config: Path, root: Path) -> str:
+    """A config that was named as it lies in the folder to push."""
+    inside = root / config
+    there = working_folder()
+    if not inside.is_file():
+        return ""
+    return (
+        f"; did you mean {inside.relative_to(there) if inside.is_relative_to(there) else inside}?"
+    )
 
 
 def make(

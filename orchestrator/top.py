@@ -44,6 +44,7 @@ COLUMNS = (
 )
 COLOURS = {
     "training": "green",
+    "preparing": "cyan",
     "compiling": "cyan",
     "starting": "cyan",
     "stalled": "bold red",

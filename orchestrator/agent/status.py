@@ -35,14 +35,17 @@ STALL_AT_LEAST_S = 300.0
 STALL_STEPS = 20
 """``stalled`` after this many of the run's own median step times without any line."""
 STALL_COMPILING_S = 1800.0
-"""Compiling says nothing for minutes on a large model."""
+"""Compiling says nothing for minutes on a large model, nor does loading it."""
 STALL_QUIET_S = 1800.0
 STALL_QUIET_TIMES = 3
 """A validation may be silent for so long, or for so many times what this run's longest took."""
 
 # Of trainer/telemetry.py, whose pydantic the agent has not.
 _QUIET = frozenset({"validating", "evaluating"})
-_COMPILING = {"started", "plan", "compiling", "compiled", "resumed"}
+_PREPARING = {"started", "data"}
+"""The target is loaded, the data made or tokenized: hours, where the target writes its answers."""
+_COMPILING = {"plan", "compiling", "compiled", "resumed"}
+_SILENT = ("preparing", "compiling")
 _STEP_FIELDS = ("step", "steps", "loss", "tau", "tokens_per_s", "eta_s", "epoch")
 _COUNTS = ("step", "steps")
 _RECORD_FIELDS = ("name", "command", "release", "gpus", "who", "created", "predecessor", "session")
@@ -187,15 +190,18 @@ class Folder:
         begun = (self.supervisor or {}).get("attempt_started") or 0.0
         spoken = _time(self.event) >= begun and self.event.get("event")
         stepped = bool(self.step) and _time(self.step) >= begun
-        if spoken in _COMPILING and not (stepped and _time(self.step) >= _time(self.event)):
-            return "compiling"
+        if not (stepped and _time(self.step) >= _time(self.event)):
+            if spoken in _PREPARING:
+                return "preparing"
+            if spoken in _COMPILING:
+                return "compiling"
         if stepped or spoken:
             return "training"
         return "training" if _size(self.paths.log) else "starting"
 
     def patience(self, state: str) -> float:
         """Seconds of silence that this phase explains."""
-        if state == "compiling":
+        if state in _SILENT:
             return STALL_COMPILING_S
         gaps = _gaps(self.steps)
         usual = max(STALL_AT_LEAST_S, STALL_STEPS * gaps[len(gaps) // 2] if gaps else 0.0)
@@ -232,7 +238,7 @@ def summary(paths: RunPaths, *, lines: int, stall_s: float | None = None) -> dic
     state, reason = run.state()
     idle = run.idle()
     patience = stall_s if stall_s is not None else run.patience(state)
-    if run.alive and state in ("compiling", "training") and idle is not None and idle > patience:
+    if run.alive and state in (*_SILENT, "training") and idle is not None and idle > patience:
         state = "stalled"
     return {
         "run_id": paths.run_id,

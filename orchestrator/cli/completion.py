@@ -14,8 +14,11 @@ from orchestrator.cli.complete import Command
 from orchestrator.cli.options import JsonOption
 from orchestrator.errors import UsageError
 
-BASH = r"""# dflashctl completion for bash. Install:
+BASH = r"""# dflashctl completion for bash. Install (it needs the package bash-completion):
+#   mkdir -p ~/.local/share/bash-completion/completions
 #   dflashctl completion bash > ~/.local/share/bash-completion/completions/dflashctl
+# or without that package, at the end of ~/.bashrc:
+#   source <(dflashctl completion bash)
 _dflashctl() {
     local line files=
     COMPREPLY=()
@@ -30,6 +33,7 @@ complete -o default -F _dflashctl dflashctl
 
 ZSH = r"""#compdef dflashctl
 # dflashctl completion for zsh. Install into a folder of $fpath:
+#   mkdir -p ~/.zfunc
 #   dflashctl completion zsh > ~/.zfunc/_dflashctl      # with: fpath+=~/.zfunc; compinit
 _dflashctl() {
     local -a found
@@ -54,6 +58,7 @@ fi
 """
 
 FISH = r"""# dflashctl completion for fish. Install:
+#   mkdir -p ~/.config/fish/completions
 #   dflashctl completion fish > ~/.config/fish/completions/dflashctl.fish
 function __dflashctl_complete
     set -l words (commandline -opc) (commandline -ct)

@@ -96,8 +96,8 @@ def _ask(option: str, question: str, example: str, default: str | None = None) -
             return default
         raise UsageError(
             f"{option} is missing, and there is no terminal to ask on",
-            next_step=f"give it, for example: dflashctl init --host root@10.1.2.6 --ct 200 "
-            f"(here: {option} {example})",
+            next_step=f"give it ({option} {example}); a whole call: dflashctl init "
+            "--host root@10.1.2.6 --ct 200 --name train-a --model Qwen/Qwen3-8B",
         )
     return str(typer.prompt(question, default=default or example))
 

@@ -31,7 +31,10 @@ def list_containers(inventory: InventoryOption = None, as_json: JsonOption = Fal
             gpus = ",".join(map(str, container.gpus))
             table.row(name, container.host, container.ct, gpus, " ".join(container.groups))
         if not known.containers:
-            output.say(f"empty; write {session.laptop.inventory}, or give --host H --ct N")
+            output.say(
+                "no container is known: dflashctl init writes an inventory, dflashctl inventory "
+                "discover HOST reads a host's; or give --host H --ct N"
+            )
 
 
 @app.command(cls=VerbCommand)

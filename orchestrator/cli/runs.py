@@ -293,7 +293,8 @@ def _stop(fleet: Fleet, ref: RunRef, fields: dict[str, Any], as_json: bool) -> d
         for head, _ in request.frames():
             if "signal" in head and not as_json:
                 left = head.get("left")
-                output.notice(f"{run_id}: sent SIG{head['signal']}, {left} processes left")
+                these = "process is" if left == 1 else "processes are"
+                output.notice(f"{run_id}: sent SIG{head['signal']}; {left} {these} left")
         return request.result()
 
     with contextlib.ExitStack() as opened:

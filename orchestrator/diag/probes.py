@@ -144,7 +144,7 @@ class Probes:
         verdict: bool | None = None
         for probe in self.named(r"^run_state$"):
             state = probe.text.strip().strip('"')
-            if state in ("starting", "compiling", "training", "stalled"):
+            if state in ("starting", "preparing", "compiling", "training", "stalled"):
                 return True
             if state in ("finished", "failed", "stopped"):
                 return False

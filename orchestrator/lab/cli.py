@@ -105,4 +105,6 @@ def show(state: dict[str, Any], as_json: bool) -> None:
     for ct in state["containers"]:
         typer.echo(f"  {ct['ct']}  {ct['state']:8} {ct['name']:12} {ct['address'] or ''}".rstrip())
     typer.echo(f"inventory: {state['inventory']}")
+    if state["inventory"] != str(user_inventory()):
+        typer.echo(f"not among your own, so first: export DFLASHCTL_INVENTORY={state['inventory']}")
     typer.echo("try: dflashctl launch --host lab --ct 200 --no-push --follow -- uname -a")

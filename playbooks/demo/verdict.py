@@ -19,7 +19,15 @@ H200 in 270 s, data making included (2026-11-30); the published recipe 2.1 in 32
 
 def main() -> int:
     folder, threshold = Path(sys.argv[1]), float(sys.argv[2])
-    found = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    try:
+        found = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as missing:
+        print(
+            f"no {missing.filename}: the run was not evaluated, or not pulled to there\n"
+            f"  next: `dflashctl status` says how it ended; dflashctl pull --to {folder}",
+            file=sys.stderr,
+        )
+        return 2
     untrained, tau, low, high = (found[k] for k in ("untrained_tau", "tau", "tau_low", "tau_high"))
     print(
         f"\nacceptance length on {found['prompts']} held-out prompts ({found['tokens']} tokens): "

@@ -35,7 +35,7 @@ NOT_HERE = {
     r"apt-get install|pip install|pipx install|-m pip|env sync train-b --lock good.json$": NO_INDEX,
     r"nvidia|NVIDIA": NO_GPU,
     r"^pct set|^lxc\.|^echo nvidia": PROXMOX,
-    r"^sudo dflashctl": OWN_LAB,
+    r"^dflashctl lab |--no-push --follow -- uname": OWN_LAB,
     r"play (resume|bring-up|export.yaml) (?!.*--check)|--config train.yaml --follow": TRAINS,
     r"launch train-a train-b --config nodes.yaml": TRAINS,
     r"^-?-?step +\d": NO_COMMAND,

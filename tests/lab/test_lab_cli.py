@@ -47,6 +47,8 @@ def test_up_status_down(own: Lab) -> None:
     readable = invoke(own, "status").stdout
     assert f"port {port}" in readable
     assert "dflashctl launch --host lab --ct 200" in readable
+    # A lab in a folder of its own writes no inventory where the verbs look.
+    assert f"export DFLASHCTL_INVENTORY={state['inventory']}" in readable
 
     down = invoke(own, "down", "--json")
     assert json.loads(down.stdout) == {"up": False, "found": True}

@@ -46,6 +46,13 @@ def test_every_section_with_commands_is_run_by_a_test() -> None:
     assert {t for t in titles if commands(t)} == {*EXPECTED, "Bring it home"}
 
 
+def test_the_demos_launch_finds_its_folder_and_its_config(cli: Cli) -> None:
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^    dflashctl (launch .*playbooks/demo.*)$", text, re.MULTILINE)
+    shown = cli(*shlex.split(line), "--dry-run", cwd=ROOT, code=0).stdout
+    assert '"trainer", "train", "config.yaml"' in shown
+
+
 @pytest.mark.parametrize("title", EXPECTED)
 def test_each_command_of_a_section_ends_as_it_says(title: str, cli: Cli, tmp_path: Path) -> None:
     cli("launch", "lab-200", "--no-push", "--wait", "--", "echo", "done", cwd=tmp_path)

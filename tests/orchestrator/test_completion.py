@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,17 @@ def environment(home: Path) -> dict[str, str]:
     )
     program.chmod(0o755)
     return {"HOME": str(home), "PATH": f"{program.parent}:/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
+
+
+@pytest.mark.parametrize("shell", [Shell.bash, Shell.fish, Shell.zsh])
+def test_its_first_lines_install_it_in_a_home_that_has_nothing(
+    shell: Shell, environment: dict[str, str]
+) -> None:
+    lines = SCRIPTS[shell].split("\n_", 1)[0].splitlines()
+    install = [li.removeprefix("#   ") for li in lines if re.match(r"#   (mkdir|dflashctl) ", li)]
+    subprocess.run(["bash", "-ec", "\n".join(install)], env=environment, check=True)
+    written = Path(install[0].split()[-1].replace("~", environment["HOME"]))
+    assert [file.read_text() for file in written.iterdir()] == [SCRIPTS[shell]]
 
 
 def in_bash(words: list[str]) -> str:

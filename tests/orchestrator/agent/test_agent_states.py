@@ -81,6 +81,17 @@ def test_events_and_steps_tell_compiling_from_training(folder: Folder) -> None:
     assert folder.state() == "training"
 
 
+@pytest.mark.parametrize("event", ["started", "data"])
+def test_a_target_that_still_writes_its_data_is_not_compiling(folder: Folder, event: str) -> None:
+    folder.alive()
+    folder.lines("events.jsonl", {"event": event})
+    assert folder.state() == "preparing"
+    folder.age(STALL_AT_LEAST_S + 600)
+    assert folder.state() == "preparing"
+    folder.lines("events.jsonl", {"event": event}, {"event": "plan"})
+    assert folder.state() == "compiling"
+
+
 def test_a_restarted_run_compiles_again(folder: Folder) -> None:
     folder.alive(attempt=2, attempt_started=NOW - 10)
     folder.lines("metrics.jsonl", {**STEP, "time": NOW - 100})
