@@ -92,12 +92,7 @@ def _show_plan(target: Target, fields: dict[str, Any], as_json: bool) -> None:
         Step("ssh", pct.shell_line(ssh_argv(target))),
         Step("agent", f"exec {json.dumps(_fields(target, fields), ensure_ascii=False)}"),
     ]
-    if as_json:
-        shown = [{"to": step.label, "text": step.text} for step in steps]
-        output.emit({"host": target.host.name, "ct": target.ct, "steps": shown})
-        return
-    for step in steps:
-        output.say(step.line())
+    output.show_steps(steps, {"host": target.host.name, "ct": target.ct}, as_json=as_json)
 
 
 def _fields(target: Target, fields: dict[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,14 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from orchestrator.agent.frames import finite
 from orchestrator.errors import DflashctlError
 from orchestrator.terminal_text import Stream, fit, plain, shown
+
+if TYPE_CHECKING:
+    from orchestrator.launch import Step
 
 CLEAR = "\r\x1b[K"
 """Begins the line anew."""
@@ -47,6 +50,15 @@ def emit(data: dict[str, Any]) -> None:
     except ValueError:
         text = json.dumps(finite(data), default=str)
     print(text, flush=True)
+
+
+def show_steps(steps: Sequence[Step], place: dict[str, Any], *, as_json: bool) -> None:
+    """What a dry run would send; ``place`` is what it is about, in the JSON."""
+    if as_json:
+        emit({**place, "steps": [{"to": step.label, "text": step.text} for step in steps]})
+        return
+    for step in steps:
+        say(step.line())
 
 
 def say(text: str) -> None:

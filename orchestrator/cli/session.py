@@ -43,7 +43,10 @@ class Session:
         self, names: Sequence[str] | None, host: str | None, ct: int | None
     ) -> list[Target]:
         """:raises UsageError: none was named."""
-        return self.targets(names, host, ct) or [self.one_target(names, host, ct)]
+        found = self.targets(names, host, ct)
+        if not found:
+            raise self._unclear("no container was named")
+        return found
 
     def targets_or_all(
         self, names: Sequence[str] | None, host: str | None, ct: int | None
@@ -69,11 +72,11 @@ class Session:
         if len(found) == 1:
             return found[0]
         what = "no container was named" if not found else f"{len(found)} containers were named"
+        raise self._unclear(f"{what}, and this verb takes one")
+
+    def _unclear(self, what: str) -> UsageError:
         known = ", ".join(self.inventory.containers) or "none yet: dflashctl init writes one"
-        raise UsageError(
-            f"{what}, and this verb takes one",
-            next_step=f"give --host H --ct N, or an inventory name ({known})",
-        )
+        return UsageError(what, next_step=f"give --host H --ct N, or an inventory name ({known})")
 
     def runs(self, words: Sequence[str] | None, host: str | None, ct: int | None) -> list[RunRef]:
         found = choose(self.fleet, self.inventory, self.state, words or (), host, ct)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator import launch as launching
 from orchestrator import orders
@@ -142,14 +141,5 @@ def _show_plans(
 
         wanted = node_orders(wanted, UNMET, [ranks or 1] * len(targets))
     for target, order in zip(targets, wanted, strict=True):
-        _show_plan(target, order, release, as_json)
-
-
-def _show_plan(target: Target, order: Order, release: Release | None, as_json: bool) -> None:
-    steps = launching.plan(target, order, release)
-    if as_json:
-        shown: list[dict[str, Any]] = [{"to": step.label, "text": step.text} for step in steps]
-        output.emit({"run_id": order.run_id, "steps": shown})
-        return
-    for step in steps:
-        output.say(step.line())
+        steps = launching.plan(target, order, release)
+        output.show_steps(steps, {"run_id": order.run_id}, as_json=as_json)

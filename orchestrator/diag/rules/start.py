@@ -52,7 +52,7 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     tmux had a session of that name, or it ended at once without a word."""
     if e.progress or (e.outcome.state == "finished" and spoke(e)):
         return
-    crlf = [h.line for h in e.search(*CRLF) if not e.recovered(h.line)] + _returns(e)
+    crlf = [h.line for h in e.unrecovered(*CRLF)] + _returns(e)
     words = e.unrecovered(*NEVER)
     prompt = [li for li, _ in e.probes.search(PROMPT)]
     prompt += [li for li in e.lines[-3:] if re.search(PROMPT, li.text)]
