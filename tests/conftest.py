@@ -6,6 +6,10 @@ from __future__ import annotations
 import os
 import signal
 
+from hypothesis import settings
+
 # A shell's background job starts with SIGINT ignored, and so would every process under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# `make test-fast` asks for it.
+settings.register_profile("fast", max_examples=25)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

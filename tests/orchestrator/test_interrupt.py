@@ -81,7 +81,9 @@ def test_completion_ends_as_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("at", ["trainer.commands", "torch", "transformers"])
+@pytest.mark.parametrize(
+    "at", ["trainer.commands", "torch", pytest.param("transformers", marks=pytest.mark.slow)]
+)
 def test_no_import_of_the_trainer_does(tmp_path: Path, at: str) -> None:
     pytest.importorskip("torch")
     done = interrupted(tmp_path, at, "-m", "trainer", "check", "none.yaml")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator import pct
@@ -53,7 +54,7 @@ def test_a_terminal_goes_through_the_ssh_client_under_the_inventorys_rules() -> 
 
 
 @given(arguments)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @example(["$(touch /tmp/x)", "`id`", "'", '"', "\\", "*", "", "-n", "a\nb", "~", "!x", "é;&|<>"])
 def test_every_argument_survives_the_hosts_shell_untouched(argv: list[str]) -> None:
     line = pct.shell_line(["printf", r"%s\0", *argv])

@@ -98,6 +98,7 @@ store.save(20, state(2.0))
 """
 
 
+@pytest.mark.slow
 def test_a_kill_inside_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     script = KILLED_WHILE_SAVING.format(tests=str(Path(__file__).parent), folder=str(folder))

@@ -77,7 +77,14 @@ def test_without_the_lock_a_warm_call_fails_while_another_thread_traces(
 # -- with the lock --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("act", ["warm", "checkpoint", "compile"])
+@pytest.mark.parametrize(
+    "act",
+    [
+        "checkpoint",  # a warm call, and another inside of backward
+        pytest.param("warm", marks=pytest.mark.slow),
+        pytest.param("compile", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("other", ["lazy backward compile", "forward compile", "foreign trace"])
 def test_with_the_lock_the_call_waits_and_is_right(
     freezer: Freezer, other: str, act: str, locking: CompileLock, events: Events

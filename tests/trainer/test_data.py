@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_target import MARKED_TEMPLATE, TEMPLATE, make_tokenizer, run_config, write_chats
 
@@ -149,7 +150,7 @@ def test_the_users_frame_surrounds_the_users_words() -> None:
 # -- packing --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=200),
     row=st.integers(16, 64),

@@ -89,7 +89,10 @@ def tiny_target() -> Any:
     return Qwen3ForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
+@pytest.mark.parametrize(
+    "second",
+    [pytest.param(False, id="dflash", marks=pytest.mark.slow), pytest.param(True, id="dflash2")],
+)
 def test_reader_generates_the_targets_greedy_text_with_our_own_drafts(
     tmp_path: Path, second: bool
 ) -> None:

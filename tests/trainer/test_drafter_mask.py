@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_drafter import MIXED, SECOND, noisy_drafter, packed_batch, tiny_config
 from torch.nn.attention.flex_attention import create_block_mask
@@ -54,7 +55,7 @@ def packings(draw: st.DrawFn) -> tuple[Batch, int, int | None]:
     return packed_batch(lengths, anchors + unused, padding), size, window
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(packings())
 def test_dense_flex_and_prose_agree(case: tuple[Batch, int, int | None]) -> None:
     batch, size, window = case

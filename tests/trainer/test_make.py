@@ -20,6 +20,8 @@ from trainer.errors import DataError
 from trainer.target import TappedTarget
 
 pytestmark = pytest.mark.torch
+OTHER_KINDS = ("llama", "mistral")
+"""Of attention like one of the first two's."""
 
 
 def decode(model: Any, requests: list[Request], batch: int) -> dict[int, list[int]]:
@@ -35,7 +37,9 @@ def prompts(count: int) -> list[list[int]]:
     return [torch.randint(4, 200, (n,), generator=generator).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "gemma3", *(pytest.param(k, marks=pytest.mark.slow) for k in OTHER_KINDS)]
+)
 def test_rows_that_join_and_leave_decode_as_they_would_alone(kind: str) -> None:
     # float64: otherwise rounding, which differs with the batch's shape, decides near ties.
     model = make_model(kind, dtype=torch.float64)

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_drafter import SECOND, noisy_drafter, packed_batch, tiny_config
 
@@ -50,7 +51,7 @@ def test_anchors_reach_into_the_last_tokens_of_a_document() -> None:
     assert drawn.tolist() == list(range(19))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 20), st.integers(0, 10**9))
 def test_anchors_are_distinct_sorted_candidates(marks: list[bool], count: int, sample: int) -> None:
     supervised = np.array(marks, dtype=bool)

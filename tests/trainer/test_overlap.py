@@ -105,7 +105,7 @@ class HeldUp(Silent):
         return self._inner.accumulate(batch, features, told)
 
 
-@pytest.mark.parametrize("drafters", [2, 3])
+@pytest.mark.parametrize("drafters", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_what_is_told_early_changes_no_bit(drafters: int) -> None:
     """Nor does it matter when drafters tell different numbers of buckets."""
     built: list[int] = []

@@ -35,7 +35,7 @@ def decode(decoder: SlotDecoder | BatchDecoder, asked: list[Request]) -> dict[in
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_greedy_texts_are_those_of_the_batched_decoder(kind: str, device: str) -> None:
     model, asked = make_model(kind).to(device), requests(23)
     wanted = decode(BatchDecoder(model, STOP, PAD, 1), asked)
@@ -57,6 +57,7 @@ def test_a_row_draws_the_same_whoever_sits_beside_it(top_p: float, device: str) 
     assert any(greedy[k].tokens != c.tokens for k, c in together.items())
 
 
+@pytest.mark.slow
 def test_draws_have_the_models_own_frequencies() -> None:
     """Next tokens of one prompt, many times, against its softmax."""
     model = make_model("llama")

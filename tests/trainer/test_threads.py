@@ -56,10 +56,12 @@ def assert_same_weights(left: dict[str, Any], right: dict[str, Any]) -> None:
             torch.testing.assert_close(tensor, right[kind][name], rtol=1e-4, atol=1e-5)
 
 
+FEW = [pytest.param(*counts, marks=pytest.mark.slow) for counts in ((1, 1), (3, 1), (1, 2))]
+
 # -- the same training ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (3, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("targets", "drafters"), [*FEW, (2, 4)])
 def test_losses_and_weights_are_those_of_the_inline_executor(targets: int, drafters: int) -> None:
     job, _ = tiny_job(4)
     expected, state = inline(job)

@@ -31,8 +31,18 @@ def blocks_within(passes: list[int], length: int, block_size: int) -> int:
     return sum(length - start >= block_size - 1 for start in starts)
 
 
-@pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
-@pytest.mark.parametrize("types", [(FULL, FULL), (FULL, SLIDING)], ids=["full", "sliding"])
+# The hardest of the four is quick enough for every run.
+@pytest.mark.parametrize(
+    "second",
+    [pytest.param(None, id="dflash", marks=pytest.mark.slow), pytest.param(SECOND, id="dflash2")],
+)
+@pytest.mark.parametrize(
+    "types",
+    [
+        pytest.param((FULL, FULL), id="full", marks=pytest.mark.slow),
+        pytest.param((FULL, SLIDING), id="sliding"),
+    ],
+)
 def test_the_same_passes_as_one_after_the_other(
     types: tuple[str, ...], second: Dflash2Config | None
 ) -> None:

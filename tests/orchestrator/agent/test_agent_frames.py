@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.agent.frames import Decoder, encode
@@ -26,7 +27,7 @@ HEADS = st.builds(
 FRAMES = st.lists(st.tuples(HEADS, st.binary(max_size=50)), max_size=4)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(FRAMES, st.integers(1, 40))
 def test_frames_survive_any_cutting_of_the_stream(
     frames: list[tuple[dict[str, Any], bytes]], size: int

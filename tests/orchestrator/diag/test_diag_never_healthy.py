@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.diag import Evidence, diagnose
@@ -38,7 +39,7 @@ EXITS: tuple[dict[str, Any], ...] = (
     lines=st.lists(st.sampled_from((*SHELL, *CALM)) | st.text(max_size=60), max_size=12),
     ending=st.sampled_from(EXITS),
 )
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_no_words_make_a_failed_run_healthy(lines: list[str], ending: dict[str, Any]) -> None:
     assert not diagnose(Evidence.from_text("\n".join(lines), ending)).healthy
 

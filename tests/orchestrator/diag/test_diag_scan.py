@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.diag import Evidence, diagnose, scan
@@ -166,7 +167,7 @@ PROBES = st.dictionaries(
 
 
 @given(LOGS, PROBES)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_no_text_breaks_it(log: str, probes: dict[str, object]) -> None:
     report = diagnose(Evidence.from_text(log.encode("utf-8", "surrogatepass"), probes))
 
@@ -175,12 +176,12 @@ def test_no_text_breaks_it(log: str, probes: dict[str, object]) -> None:
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_no_bytes_break_it(data: bytes) -> None:
     diagnose(Evidence.from_text(data, {}))
 
 
 @given(st.lists(st.binary(max_size=300), max_size=12))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_pieces_make_no_difference(pieces: list[bytes]) -> None:
     assert scan.scan_chunks(pieces).lines == scan.scan_bytes(b"".join(pieces)).lines

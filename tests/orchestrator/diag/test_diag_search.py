@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.diag import Evidence
@@ -68,7 +69,7 @@ PIECES = st.sampled_from(
 @given(
     st.lists(PIECES, min_size=1, max_size=5), st.lists(st.text("abcdx1. ", max_size=8), max_size=6)
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_same_lines_are_found_as_without_literals(pieces: list[str], lines: list[str]) -> None:
     pattern = "".join(pieces)
     made = text(*lines)
