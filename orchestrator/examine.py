@@ -77,12 +77,16 @@ def examine(
 
 
 def _about(found: Collected) -> dict[str, str]:
-    """What remedies need to know of a run: its interpreter, and whether it is our trainer's."""
+    """What remedies need to know of a run: its name, its interpreter, and whether it is our
+    trainer's."""
     record = found.records.get("run.json")
     if not record:
         return {}
     python = found.ref.target.settings.python
-    return {"run_config": str(record.get("config") or NO_CONFIG), "run_python": python}
+    about = {"run_config": str(record.get("config") or NO_CONFIG), "run_python": python}
+    if found.summary is not None:
+        about["run_name"] = found.summary.run_id
+    return about
 
 
 def _asked_of(ref: RunRef) -> dict[str, Any]:

@@ -126,6 +126,12 @@ def _named(inventory: Inventory, name: str) -> list[Target]:
         if number.isdecimal():
             return [_at(inventory, resolve_host(inventory, host), int(number))]
     known = [*inventory.containers, *groups]
+    if RUN_ID.match(name):
+        raise NotFoundError(
+            f"{name!r} is a run, and this takes containers",
+            next_step="name the run's container (dflashctl status RUN says `where`); "
+            "`play resume` takes the run as --set run=RUN",
+        )
     raise NotFoundError(
         f"no container or group {name!r} in the inventory{nearest(name, known)}",
         next_step="name one of `dflashctl inventory list`, or give --host H --ct N",

@@ -203,13 +203,19 @@ class Evidence:
 
     @cached_property
     def go_on(self) -> str:
-        """How this run is taken up again: only one with a trainer's config by the playbook."""
+        """How this run is taken up again: only one with a trainer's config by the playbook, which
+        without words goes on with the newest run of all."""
         config = next((p.text.strip() for p in self.probes.named(r"^run_config$")), "")
         if config == NO_CONFIG:
             return GO_ON_OWN
         if config:
-            return GO_ON.replace("FILE", config)
+            return GO_ON.replace("--set config=FILE", self._resumed(config))
         return f"{GO_ON}\na program of one's own: {GO_ON_OWN}"
+
+    def _resumed(self, config: str) -> str:
+        run = next((p.text.strip() for p in self.probes.named(r"^run_name$")), "")
+        words = [self.place.container, f"--set config={config}", run and f"--set run={run}"]
+        return " ".join(word for word in words if word)
 
     @cached_property
     def python(self) -> str:

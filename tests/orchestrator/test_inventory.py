@@ -229,3 +229,9 @@ def test_half_a_target_is_wrong_usage(known: Inventory) -> None:
 def test_an_unknown_name_suggests_the_nearest(known: Inventory) -> None:
     with pytest.raises(NotFoundError, match="did you mean 'train'"):
         resolve(known, ["trian"])
+
+
+def test_a_run_where_a_container_is_wanted_is_told_apart(known: Inventory) -> None:
+    with pytest.raises(NotFoundError, match="is a run, and this takes containers") as refused:
+        resolve(known, ["night-20260101-000000-ab12"])
+    assert "--set run=RUN" in str(refused.value.next_step)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.diag import Evidence, Report, diagnose
+from orchestrator.diag.place import KEY, Place
 
 FX = (
     "Detected that you are using FX to symbolically trace a dynamo-optimized function. "
@@ -342,6 +343,15 @@ def test_a_run_is_taken_up_again_as_it_was_started(
     found = report("step 1\n", run_state="failed", run_config=config, boot_id=boots).findings[0]
     assert found.code == "ct.rebooted"
     assert advised in found.remedy and not_advised not in found.remedy
+
+
+def test_the_run_that_was_looked_at_is_taken_up_not_the_newest_of_all() -> None:
+    about = {"run_config": "night.yaml", "run_name": "night-20260901-080000-ab12"}
+    about[KEY] = Place(host="pve1", container="train-a").model_dump()
+    boots = {"at_start": "a" * 8, "now": "b" * 8}
+    found = report("step 1\n", run_state="failed", boot_id=boots, **about).findings[0]
+    again = "play resume train-a --set config=night.yaml --set run=night-20260901-080000-ab12 goes"
+    assert again in found.remedy
 
 
 @pytest.mark.parametrize(
