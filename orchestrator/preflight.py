@@ -22,8 +22,9 @@ NEXT_STEPS = {
     "python": "install Python 3.10 or later in the container, or set `python` in the inventory",
     "modules": "install them into the container's interpreter: {python} -m pip install {missing}",
     "tmux": "install it in the container: apt install tmux",
-    "disk": "free some space in the container, or set `workdir` in the inventory; --force does not "
-    "pass this",
+    "disk": "what is large there: dflashctl exec {name} -- sh -c 'du -xh --max-depth=3 {workdir} | "
+    "sort -h | tail'; delete what is not needed, or set `workdir` in the inventory; --force does "
+    "not pass this",
     "workdir": "make it writable, or set `workdir` of the container in the inventory",
     "tmp": "free some room there (dflashctl exec {name} -- sh -c 'du -xsh /tmp/*'), or give the "
     "run another folder that is there: launch --env TMPDIR=FOLDER",
@@ -157,6 +158,7 @@ def _check(name: str, found: dict[str, Any], target: Target) -> Check:
         name=target.name,
         folder=folder,
         place=place,
+        workdir=target.settings.workdir,
     )
     if name == "locale" and not ok:
         # No launch need warn of what it mends itself.

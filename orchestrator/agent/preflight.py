@@ -184,9 +184,10 @@ def _disk(workdir: str, release_bytes: int) -> dict[str, Any]:
     needed = FREE_BYTES + 2 * release_bytes
     if free < needed:
         parts = f"{FREE_BYTES / 1e9:.1f} GB for a checkpoint"
-        if release_bytes:
-            parts += f", {2 * release_bytes / 1e9:.1f} GB for the pushed code on its way and whole"
-        words = f"{free / 1e9:.1f} GB left, and a run needs {needed / 1e9:.1f} GB"
+        if release_bytes >= 5e7:
+            parts += f", {2 * release_bytes / 1e9:.1f} GB for the code: pushed, then laid out"
+        left = f"{free / 1e9:.1f} GB" if free >= 1e8 else f"{free / 1e6:.0f} MB"
+        words = f"{left} left, and a run needs {needed / 1e9:.1f} GB"
         raise Bad(f"{workdir} has only {words} ({parts})", value | {"needed": needed})
     if os.statvfs(_existing(workdir)).f_files and inodes < 10_000:
         raise Bad(f"{workdir} has only {inodes} inodes left", value)

@@ -109,7 +109,7 @@ def _tell(started: Started, release: Release | None, as_json: bool) -> None:
     place = started.target.arguments
     warned = [check.name for check in started.checks if not check.ok]
     if warned:
-        output.notice(f"preflight warns of {', '.join(warned)}: dflashctl doctor {place}")
+        output.notice(f"preflight warns of {', '.join(warned)}; more: dflashctl doctor {place}")
     moved, unlinked = (started.answer.get(f"log_link_{what}") for what in ("moved", "failed"))
     if moved:
         output.notice(f"the file that stood at the path of --log is now {moved}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -358,7 +360,9 @@ def test_no_tmux(poor: Cli, poor_lab: Lab, code: Path) -> None:
 
 def test_a_disk_too_small(poor: Cli, poor_lab: Lab, code: Path) -> None:
     text = said(poor, 4, "launch", "lab-212", cwd=code)
-    assert "/workspace has only" in text and "a run needs 1.1 GB" in text
+    assert re.search(r"/workspace has only \d MB left, and a run needs 1\.1 GB \(1\.1 GB for", text)
+    (look,) = re.findall(r"dflashctl (exec lab-212 -- sh -c '.*?')", text)
+    assert "/workspace" in poor(*shlex.split(look), code=0).stdout
     assert "--force does not pass this" in text
     assert "/workspace has only" in said(poor, 4, "launch", "lab-212", "--force", cwd=code)
 
