@@ -21,7 +21,7 @@ OPERATIONS = {
     "run.list": "status:listing",
     "run.status": "status:status",
     "run.stop": "stop:stop",
-    "run.attach": "start:attach",
+    "run.attach": "attach:attach",
     "run.remove": "stop:remove",
     "tail": "tail:tail",
     "exec": "execute:execute",
