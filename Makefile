@@ -41,10 +41,10 @@ test: install
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync lab-python style types-controller types-containers
 	$(PYTEST) -m "not soak" --reruns 1 -rfER
 
-# Nothing here waits, and each process imports torch: no more of them than cores. The plugin for reruns
-# asks a server of its own before and after each test, 7 ms each time.
+# Each process imports torch, 4 s of CPU: one more of them than cores, for those of the agent wait at times.
+# The plugin for reruns asks a server of its own before and after each test, 7 ms each time.
 test-fast: install
-	$(PYTEST) -n $$(nproc) -m "not lab and not slow and not soak" -p no:rerunfailures \
+	$(PYTEST) -n $(shell expr $$(nproc) + 1) -m "not lab and not slow and not soak" -p no:rerunfailures \
 	  --hypothesis-profile fast
 
 test-lab: install lab-python

@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from orchestrator.agent import serve
 from orchestrator.agent.frames import Decoder, encode
 from orchestrator.agent.loader import argv, header
 from orchestrator.agent.protocol import PAYLOAD_LIMIT, WINDOW
-from orchestrator.agent.serve import REMEMBERED, Server
+from orchestrator.agent.serve import Server
 from orchestrator.agent_bundle import bundle
 
 
@@ -138,20 +141,21 @@ def test_a_laptop_that_reads_nothing_does_not_fill_our_memory(workdir: Path) -> 
 
 
 def test_a_channel_that_is_asked_for_a_week_does_not_remember_every_question(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(serve, "REMEMBERED", remembered := 200)
     there, here = os.pipe(), os.pipe()
     server = Server(there[0], here[1], str(tmp_path), "", lambda name: lambda request: {})
     thread = threading.Thread(target=server.run, args=({},), daemon=True)
     thread.start()
     decoder = Decoder()
     answered = 0
-    for number in range(1, 2 * REMEMBERED):
+    for number in range(1, 2 * remembered):
         os.write(there[1], encode({"id": number, "op": "any"}))
         while answered < number:
             answered += sum("ok" in head for head, _ in decoder.feed(os.read(here[0], 1 << 16)))
     assert server.request(1) is None
-    assert server.request(2 * REMEMBERED - 1) is not None
+    assert server.request(2 * remembered - 1) is not None
     os.close(there[1])
     thread.join(10)
     for descriptor in (there[0], *here):
