@@ -155,7 +155,10 @@ class Terminal:
                     return
 
     def type(self, keys: bytes) -> None:
-        os.write(self.descriptor, keys)
+        """Key by key: what comes within a millisecond tmux takes for pasted, its prefix too."""
+        for key in keys:
+            os.write(self.descriptor, bytes([key]))
+            time.sleep(0.02)
 
     def exit_code(self) -> int:
         while True:
