@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from orchestrator import inventory as inventories
 from orchestrator import starter
 from orchestrator.cli import output
 from orchestrator.cli.options import InventoryOption, JsonOption
@@ -66,18 +67,20 @@ def init(
     if as_json:
         output.emit({"files": [{"path": str(w.path), "made": w.made} for w in written]})
         return
-    _tell(written, choices)
+    _tell(written, choices, choices.name in inventories.load(inventory, laptop).containers)
 
 
-def _tell(written: list[Written], choices: Choices) -> None:
+def _tell(written: list[Written], choices: Choices, known: bool) -> None:
+    """:param known: the inventory has the container's name, now or from before."""
     for file in written:
         output.say(f"{'wrote' if file.made else 'kept '}  {file.path}")
-    if not written[0].made:
+    name = choices.name
+    if not known:
+        name = f"--host {choices.host} --ct {choices.ct}"
         output.notice(
             f"the inventory was there already: add {choices.name} (host {choices.host}, container "
-            f"{choices.ct}) to it, or use --host {choices.host} --ct {choices.ct}"
+            f"{choices.ct}) to it, or use {name}"
         )
-    name = choices.name
     output.say(
         f"\nnext:\n"
         f"  dflashctl doctor {name}                      # what the container lacks\n"

@@ -102,6 +102,10 @@ def test_the_verb_writes_three_files_and_then_keeps_them(tmp_path: Path) -> None
     assert (tmp_path / "home/.config/dflashctl/inventory.yaml").is_file()
     second = dflashctl(tmp_path, *words)
     assert second.stdout.count("kept") == 3
+    assert "add train" not in second.stderr and "dflashctl doctor train " in second.stdout
+    other = dflashctl(tmp_path, *words[:4], "300", "--name", "other", "job")
+    assert "add other (host root@pve1, container 300) to it" in other.stderr
+    assert "dflashctl doctor --host root@pve1 --ct 300 " in other.stdout
     assert dflashctl(tmp_path, "inventory", "list").stdout.count("train") == 1
 
 
