@@ -130,9 +130,8 @@ def wait(stage: Stage, action: actions.Wait) -> Done:
     watch = Watch(stage.fleet, refs, drop=DROP, every_s=POLL_S)
     began = time.monotonic()
     for report in watch.run():
-        for notice in report.notices:
-            if notice.is_alarm:
-                stage.notice(f"{report.where}: {notice.text}")
+        for notice in report.notices:  # states too: data making and compiling may take hours
+            stage.notice(f"{report.where}: {notice.text}")
         _refuse_bad_end(report)
         if action.until == "training" and all(map(_trains, watch.reports)):
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -51,6 +52,8 @@ def test_the_steps_run_in_order_and_the_logs_come_home(cli: Cli, code: Path) -> 
         ["6/7", "ends", "ok"],
         ["7/7", "pull", "ok"],
     ]
+    # A wait may last for hours: what the run does meanwhile is told.
+    assert re.search(r"^dflashctl: lab-201 book-\S+: training$", done.stderr, re.MULTILINE)
     (run,) = (code / "out").iterdir()
     assert "training" in (run / "train.log").read_text()
     assert not (run / "start.json").exists()
