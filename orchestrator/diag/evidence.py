@@ -52,7 +52,7 @@ class Evidence:
         for probe in probes:
             self.failures += tracebacks.parse(probe.lines)
         self.series = steps.read_series(self.lines)
-        self.outcome: Outcome = read_outcome(self.lines, self.series, self.failures, probes)
+        self.outcome: Outcome = read_outcome(self.lines, self.series, self.failures, self.probes)
 
     # -- how it is made -------------------------------------------------------------------------
 

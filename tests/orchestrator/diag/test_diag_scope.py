@@ -145,3 +145,15 @@ def test_anothers_backup_holds_no_lock_of_ours() -> None:
     assert both.findings[0].code == other.findings[0].code == "ct.locked"
     assert "vzdump 200" in quoted(both)
     assert "207" not in quoted(both) + quoted(other)
+
+
+@pytest.mark.parametrize(("ct", "alive"), [(200, False), (201, True)])
+def test_a_trainer_of_another_container_in_the_hosts_list_is_not_this_runs(
+    ct: int, alive: bool
+) -> None:
+    listed = "4242 1 Sl 1-02:03:04 0::/lxc/201/ns python -m trainer train config.yaml"
+    log = "step 1/9 | loss 8.1 | 15.1k tok/s\n"
+
+    outcome = Evidence.from_text(log, {"ct": ct, "ps_host": listed}).outcome
+
+    assert outcome.alive is alive
