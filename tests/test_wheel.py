@@ -55,6 +55,7 @@ def test_one_console_script_is_installed(wheel: zipfile.ZipFile) -> None:
     assert "dflashctl = orchestrator.cli:main" in wheel.read(name).decode()
 
 
+@pytest.mark.slow
 def test_the_program_in_it_finds_its_playbooks_and_its_commit(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_the_program_in_it_finds_its_playbooks_and_its_commit(
     assert "lab" in said("lab", "--help")
 
 
+@pytest.mark.slow
 def test_it_knows_its_commit_and_so_does_one_that_is_built_from_the_sdist(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:

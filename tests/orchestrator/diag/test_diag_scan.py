@@ -95,7 +95,9 @@ LONG = filler(10_200)
 EMBEDDED = ["gpu-oom-own", "fx-race-three-drafters", "data-parquet-magic", "tmux-sighup"]
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize(
+    "name", [EMBEDDED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in EMBEDDED[1:])]
+)
 def test_a_case_behind_a_long_run_is_named_like_the_short_one(name: str) -> None:
     case = CASES / name
     expected = json.loads((case / "expect.json").read_text())["code"]
