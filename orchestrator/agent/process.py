@@ -28,6 +28,13 @@ class Process(NamedTuple):
     """``pts/3``, or ``?``."""
     cpu_ticks: int
     """User and system time."""
+    threads: int
+
+    @property
+    def gone(self) -> bool:
+        """It holds no memory, no GPU, no file: a zombie without threads. One whose first thread
+        alone has ended is a zombie too, while the others free gigabytes; nobody can reap it yet."""
+        return self.state in "ZX" and self.threads < 2
 
 
 def read(pid: int) -> Process | None:
@@ -49,6 +56,7 @@ def read(pid: int) -> Process | None:
         name=text[opening + 1 : closing].decode("utf-8", "replace"),
         terminal=_terminal(int(rest[4])),
         cpu_ticks=int(rest[11]) + int(rest[12]),
+        threads=int(rest[17]),
     )
 
 
@@ -62,7 +70,7 @@ def _terminal(device: int) -> str:
 def alive(pid: int, start: int) -> bool:
     """Whether this very process runs: a zombie does not."""
     process = read(pid)
-    return process is not None and process.start == start and process.state not in "ZX"
+    return process is not None and process.start == start and not process.gone
 
 
 def table() -> dict[int, Process]:
@@ -130,7 +138,7 @@ class Tree:
         self.spare = {os.getpid(), *spare}
 
     def members(self) -> list[Process]:
-        """The living ones; zombies hold no memory, no GPU, no file."""
+        """The living ones."""
         processes = table()
         roots = marked(self.run_id, processes)
         found = roots | descendants(processes, roots)
@@ -138,7 +146,7 @@ class Tree:
             found |= descendants(processes, {self.root})
             found.discard(self.root)
         found -= self.spare
-        return [processes[pid] for pid in sorted(found) if processes[pid].state not in "ZX"]
+        return [processes[pid] for pid in sorted(found) if not processes[pid].gone]
 
     def signal(self, number: int) -> list[int]:
         """Send to each; the PIDs that got it."""

@@ -289,6 +289,27 @@ time.sleep(60)
     assert runs.ending(run)["stop"]["who"] == "ann"
 
 
+def test_a_process_whose_first_thread_has_ended_lives_until_its_others_have(runs: Any) -> None:
+    """As torch's does, whose threads free gigabytes: a zombie to look at, and not to be reaped."""
+    code = """
+import ctypes, os, signal, threading, time
+def last():
+    leaving.wait(); time.sleep(1); os._exit(7)
+leaving = threading.Event()
+threading.Thread(target=last).start()
+def leave(number, frame):
+    leaving.set(); ctypes.CDLL(None).syscall(EXIT, 0)
+signal.signal(signal.SIGINT, leave)
+print("ready", flush=True)
+time.sleep(60)
+""".replace("EXIT", {"x86_64": "60", "aarch64": "93"}[os.uname().machine])
+    run = runs.python(code)
+    runs.says(run, "ready")
+    answer = runs.agent.call("run.stop", run_id=run["run_id"], grace_s=20)
+    assert (answer["state"], answer["exit_code"]) == ("stopped", 7)
+    assert "error" not in runs.ending(run)["attempts"][-1]
+
+
 @pytest.mark.slow
 def test_stop_reaches_children_that_left_their_parents(runs: Any) -> None:
     script = """
