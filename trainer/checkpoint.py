@@ -171,8 +171,16 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def newest_step(folder: Path) -> int:
-    """Steps that a resume need not do again."""
-    return (complete_steps(folder) or [0])[-1]
+    """Steps that a resume need not do again: of the newest complete checkpoint there, else of the
+    one in another folder that this run goes on from."""
+    if steps := complete_steps(folder):
+        return steps[-1]
+    other = os.environ.get(RESUME_VARIABLE, "no")
+    try:
+        return 0 if other == "no" else int(read_record(Path(other))["step"])
+    except CheckpointError:
+        # It was to be read, and was not yet.
+        return 0
 
 
 def read_record(path: Path) -> dict[str, Any]:

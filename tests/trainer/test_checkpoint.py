@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint import CheckpointStore, newest_step
 from trainer.config import CheckpointConfig
 from trainer.errors import CheckpointError, ResourceError
 
@@ -141,3 +141,17 @@ def test_the_environment_chooses_what_to_resume(
     monkeypatch.setenv("DFLASH_RESUME", "no")
     assert store.newest() is None
     assert os.environ["DFLASH_RESUME"] == "no"
+
+
+def test_steps_of_the_run_gone_on_from_count_until_there_are_own_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = make_store(tmp_path / "before").save(40, state(1.0))
+    own = tmp_path / "own"
+    assert newest_step(own) == 0
+    monkeypatch.setenv("DFLASH_RESUME", str(before))
+    assert newest_step(own) == 40
+    make_store(own).save(60, state(1.0))
+    assert newest_step(own) == 60
+    monkeypatch.setenv("DFLASH_RESUME", str(tmp_path / "absent"))
+    assert newest_step(tmp_path / "none") == 0
