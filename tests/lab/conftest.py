@@ -111,13 +111,15 @@ def cli(lab: Lab, tmp_path: Path) -> Cli:
 
 @pytest.fixture(scope="session")
 def ill(make_lab: MakeLab) -> Lab:
-    """Container 300 has little of everything, 301 no usable Python, 302 torch; 303 is sound."""
+    """Container 300 has little of everything, 301 no usable Python, 302 torch; 303 is sound; in 304
+    no test starts a run."""
     lab = make_lab(
         containers=(
             Container(300, memory=3072 * MIB, shm=64 * MIB, workdir_size=1300 * MIB),
             Container(301, python="minimal"),
             Container(302, python="shared"),
             Container(303),
+            Container(304),
         )
     )
     lab.up()

@@ -222,13 +222,12 @@ def test_no_usable_python_is_named(ill_cli: Cli) -> None:
 
 
 def test_a_container_without_runs_is_looked_at_as_doctor_does(ill: Lab, ill_cli: Cli) -> None:
-    """Container 301 has only python3-minimal under its usual name, 303 lacks nothing."""
-    done = ill_cli("diag", "lab-303")
-    assert "no run" in done.stderr or "no runs" in done.stderr
-    checks = [line for line in ill_cli("doctor", "lab-303").stdout.splitlines() if "  ok " in line]
+    done = ill_cli("diag", "lab-304")
+    assert "no run" in done.stderr
+    checks = [line for line in ill_cli("doctor", "lab-304").stdout.splitlines() if "  ok " in line]
     assert len(checks) > 3
     assert {line.split()[1] for line in checks} <= set(done.stdout.split())
-    answer = json.loads(ill_cli("diag", "lab-303", "--json").stdout)
+    answer = json.loads(ill_cli("diag", "lab-304", "--json").stdout)
     assert answer["error"] == "RunNotFound" and answer["findings"] == []
     assert {check["name"] for check in answer["checks"]} >= {"disk", "tmux"}
     assert done.returncode == (5 if answer["ready"] else 4)
