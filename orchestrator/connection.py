@@ -5,6 +5,7 @@ paramiko and fabric are imported when it is made: that takes 0.2 s.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import socket
 import sys
@@ -144,14 +145,18 @@ class HostConnection:
         try:
             # Beside the host's channels: whoever asks holds one of them.
             channel = start_session(connection.transport, pct.shell_line(SHELL_ASKED))
-            channel.sendall(SHELL_INPUT)
-            # What a shell has become that does not run it ends with its input.
-            channel.shutdown_write()
+            # A shell that exits at once has closed it before: what it printed is there to read.
+            with contextlib.suppress(OSError):
+                channel.sendall(SHELL_INPUT)
+                # What a shell has become that does not run it ends with its input.
+                channel.shutdown_write()
             channel.settimeout(SHELL_S)
             while piece := channel.recv(64 * 1024):
                 heard += piece
             channel.close()
         except Exception:  # noqa: BLE001 - paramiko's or the system's: it is only a look
+            return None
+        if not connection.transport.is_active():
             return None
         return SHELL_INPUT in heard.partition(SHELL_MARK)[2]
 
