@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint import KINDS
 from trainer.config import OptimizationConfig
 from trainer.flat_group import FlatGroup, Now
 from trainer.muon import MuonGroup, hidden_matrices
@@ -36,6 +37,18 @@ def learning_rate(config: OptimizationConfig, step: int, steps: int) -> float:
     share = (step - warm) / max(1, steps - warm)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
     return config.learning_rate * (config.final + (1 - config.final) * cosine)
+
+
+def clipped(norm: Tensor, sums: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """(norm, factor) of a step's gradient: ``norm`` of the gradient of the summed loss, divided by
+    the weight sum in ``sums``; what the gradient is multiplied by, not finite where the step must
+    change nothing. All on the device."""
+    weight = sums[WEIGHT_SUM].clamp(min=torch.finfo(torch.float32).tiny)
+    norm = norm / weight
+    # sums[0], the loss, joins so that a NaN in it alone stops the step too.
+    factor = (clip / (norm + 1e-6)).clamp(max=1.0) / weight + 0 * sums[0]
+    # An infinite norm gives a factor of zero, which is finite; it must stop the step as well.
+    return norm, torch.where(norm.isfinite(), factor, torch.nan)
 
 
 class MasterAdamW:
@@ -107,13 +120,9 @@ class MasterAdamW:
     @torch.no_grad()
     def apply(self, sums: Tensor) -> Tensor:
         """The device's part of a step: always the same launches."""
-        weight = sums[WEIGHT_SUM].clamp(min=torch.finfo(torch.float32).tiny)
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in self.gradients()]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) / weight
-        # sums[0], the loss, joins so that a NaN in it alone stops the step too.
-        coefficient = (self.config.clip / (norm + 1e-6)).clamp(max=1.0) / weight + 0 * sums[0]
-        # An infinite norm gives a factor of zero, which is finite; it must stop the step as well.
-        coefficient = torch.where(norm.isfinite(), coefficient, torch.nan)
+        whole = torch.linalg.vector_norm(torch.stack(norms))
+        norm, coefficient = clipped(whole, sums, self.config.clip)
         self.skipped += (~coefficient.isfinite()).float()
         for group in self.groups:
             if isinstance(group, MuonGroup):
@@ -131,7 +140,7 @@ class MasterAdamW:
     def state(self) -> dict[str, Any]:
         """``{"master": {name: f32}, "average": …, "square": …, "skipped": n}`` on the CPU."""
         state: dict[str, Any] = {"skipped": int(self.skipped)}
-        for kind in ("master", "average", "square"):
+        for kind in KINDS:
             state[kind] = {
                 name: part.detach().cpu().clone()
                 for group in self.groups
@@ -142,7 +151,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        for kind in ("master", "average", "square"):
+        for kind in KINDS:
             for group in self.groups:
                 if kind not in group.kinds:
                     continue

@@ -133,38 +133,29 @@ class Run:
         return recall
 
     def make_drafter(self, device: torch.device) -> DrafterStage:
-        dtype = compute_dtype(self.config.optimization.dtype, device)
-        frozen = self.targets.frozen(device, dtype)
-        return DrafterReplica(
-            self.config,
-            self.resolved.drafter,
-            frozen,
-            self.batches.steps,
-            device,
-            head_loss=self._head_loss(device, frozen),
-            start=self.start if self.config.drafter.start == "target" else None,
-            compile_=self.compile_lock.compile,
-            backward=self.compile_lock.backward,
-        )
+        return DrafterReplica(**self._stage(device))
 
     def make_sharded(self, device: torch.device, group: dist.ProcessGroup) -> DrafterStage:
         """One of the drafters of ``group``, which hold one drafter together."""
         # Only with this executor: 0.3 s of imports (DTensor).
         from trainer.sharded import ShardedDrafter
 
+        return ShardedDrafter(**self._stage(device), group=group)
+
+    def _stage(self, device: torch.device) -> dict[str, Any]:
+        """What either kind of drafter is made of."""
         frozen = self.targets.frozen(device, compute_dtype(self.config.optimization.dtype, device))
-        return ShardedDrafter(
-            self.config,
-            self.resolved.drafter,
-            frozen,
-            self.batches.steps,
-            device,
-            group,
-            head_loss=self._head_loss(device, frozen),
-            start=self.start if self.config.drafter.start == "target" else None,
-            compile_=self.compile_lock.compile,
-            backward=self.compile_lock.backward,
-        )
+        return {
+            "config": self.config,
+            "drafter_config": self.resolved.drafter,
+            "frozen": frozen,
+            "steps": self.batches.steps,
+            "device": device,
+            "head_loss": self._head_loss(device, frozen),
+            "start": self.start if self.config.drafter.start == "target" else None,
+            "compile_": self.compile_lock.compile,
+            "backward": self.compile_lock.backward,
+        }
 
     def start(self, drafter: Drafter) -> None:
         """The weights that training begins with, under ``drafter.start: target``."""

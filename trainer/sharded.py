@@ -30,6 +30,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from trainer.buckets import Finished
+from trainer.checkpoint import KINDS
 from trainer.config import OptimizationConfig, TrainConfig
 from trainer.data.batch import Batch
 from trainer.drafter.by_layer import compile_parts
@@ -38,13 +39,10 @@ from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter, Layer
 from trainer.head_loss import HeadLoss
 from trainer.objective import DrafterLoss, FrozenTarget
-from trainer.optimize import learning_rate
+from trainer.optimize import clipped, learning_rate
 from trainer.pipeline.stages import WEIGHT_SUM, Sums
 from trainer.replica import Compile, new_drafter
 from trainer.target import compute_dtype
-
-KINDS = ("master", "average", "square")
-"""Of what a checkpoint holds, by parameter."""
 
 
 class ShardedDrafter:
@@ -200,11 +198,7 @@ class ShardedAdamW:
     def step(self, step: int, sums: Tensor) -> Tensor:
         """As ``MasterAdamW.step``; ``sums`` are those of all drafters."""
         gradients = {name: self._gradient(name) for name in self.kinds["master"]}
-        weight = sums[WEIGHT_SUM].clamp(min=torch.finfo(torch.float32).tiny)
-        norm = self._norm(list(gradients.values())) / weight
-        # As in MasterAdamW.apply: a NaN in the loss alone stops the step, and so does infinity.
-        coefficient = (self.config.clip / (norm + 1e-6)).clamp(max=1.0) / weight + 0 * sums[0]
-        coefficient = torch.where(norm.isfinite(), coefficient, torch.nan)
+        norm, coefficient = clipped(self._norm(list(gradients.values())), sums, self.config.clip)
         stop = (~coefficient.isfinite()).float()
         self.skipped += stop
         for gradient in gradients.values():
