@@ -17,7 +17,8 @@ def diagnose(evidence: Evidence) -> Report:
         f.severity == "fatal" or (f.code == "run.interrupted" and f.severity != "info")
         for f in found
     )
-    found += [*refused(evidence, named)] or unknown(evidence, named)
+    if not named and evidence.outcome.state == "failed":
+        found += [*refused(evidence)] or unknown(evidence)
     findings = ranked(found)
     context = {f"{f.code}:{f.position}": _context(evidence, f) for f in findings[:3] if f.position}
     return Report(findings, context)

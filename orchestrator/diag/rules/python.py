@@ -127,12 +127,10 @@ _REASON = re.compile(r"error: (.+)")
 _NEXT = re.compile(r"\s*next: (.+)")
 
 
-def refused(e: Evidence, named: bool) -> Iterator[Finding]:
+def refused(e: Evidence) -> Iterator[Finding]:
     """`error: REASON`, then perhaps `next: STEP`, among the last words of a run that no other rule
     explains. So `python -m trainer` refuses a config, data, a target or a checkpoint; many programs
     do."""
-    if named or e.outcome.state != "failed":
-        return
     last = [line for line in e.lines[-60:] if line.number >= e.outcome.attempt_line]
     for index, line in reversed([*enumerate(last)]):
         if reason := _REASON.match(line.text):
@@ -148,10 +146,8 @@ def refused(e: Evidence, named: bool) -> Iterator[Finding]:
             return
 
 
-def unknown(e: Evidence, named: bool) -> Iterator[Finding]:
+def unknown(e: Evidence) -> Iterator[Finding]:
     """The run failed and no rule knows why: its last distinct lines, as they are."""
-    if named or e.outcome.state != "failed":
-        return
     last: list[Line] = []
     shapes: set[str] = set()
     step_lines = {s.number for s in e.series.steps}
