@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from test_push_turns import SLOW_S, Far, SlowLink
+from test_release import Shown
 
 from orchestrator import release as releases
 from orchestrator.agent_bundle import bundle
@@ -37,7 +38,7 @@ class Bench:
         return self.channel()
 
     def push(self, beside: bool = True) -> dict[str, object]:
-        arrived = Counted()
+        arrived = Shown()
         with self.channel() as channel:
             channel.hello()
             push = Push(
@@ -46,21 +47,8 @@ class Bench:
             blobs, commit = push.send()
             for request in [*blobs, commit]:
                 request.result()
-            assert arrived.expected == FILES * SIZE >= arrived.shown
+            assert arrived.expected == FILES * SIZE >= arrived.done
             return dict(commit.result())
-
-
-class Counted:
-    """What a meter would show."""
-
-    def __init__(self) -> None:
-        self.expected = self.shown = 0
-
-    def expect(self, count: int) -> None:
-        self.expected += count
-
-    def __call__(self, count: int) -> None:
-        self.shown += count
 
 
 @pytest.fixture
@@ -126,12 +114,16 @@ def test_what_a_second_that_is_cut_had_taken_the_first_sends(
 
 
 def test_a_second_that_cannot_be_had_costs_nothing(bench: Bench) -> None:
+    asked = threading.Event()
+
     def refused() -> AgentChannel:
+        asked.set()
         raise HostUnreachable("no more sessions")
 
     bench.beside = refused  # type: ignore[method-assign]
 
     assert complete(bench, bench.push())
+    assert asked.is_set()
 
 
 @pytest.mark.parametrize("why", ["near", "small", "shared"])

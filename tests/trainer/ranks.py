@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor
+
 
 def enter_rank(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
@@ -46,3 +48,14 @@ def run_ranks(
         for process in ranks:
             process.join(60)
             process.kill()
+
+
+def train_until_it_fails(executor: ProcessesExecutor, rank: int, out: Any) -> None:
+    """At most 50 steps; puts (rank, kind, text) of what ended them, and ends this process."""
+    try:
+        for index in range(50):
+            executor.step(index)
+            executor.agreed_stop(None)
+    except (RuntimeError, PeerFailedError) as error:
+        out.put((rank, type(error).__name__, str(error)))
+        raise SystemExit(1) from None

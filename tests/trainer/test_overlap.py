@@ -11,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import enter_rank, run_ranks  # noqa: E402
+from ranks import enter_rank, run_ranks, train_until_it_fails  # noqa: E402
 from test_threads import STEPS, running, wait_for  # noqa: E402
 from tiny_job import make_drafter, tiny_job, tiny_plan  # noqa: E402
 
 from trainer.pipeline.board import StallError  # noqa: E402
-from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor  # noqa: E402
+from trainer.pipeline.processes import ProcessesExecutor  # noqa: E402
 from trainer.pipeline.reduce import fingerprint  # noqa: E402
 from trainer.pipeline.stages import DrafterStage, Sums  # noqa: E402
 from trainer.pipeline.threads import ThreadsExecutor  # noqa: E402
@@ -250,13 +250,7 @@ def failing_rank(rank: int, port: int, out: Any) -> None:
 
     if rank == 2:
         last_of_backward(part.stage, broken)
-    try:
-        for index in range(50):
-            executor.step(index)
-            executor.agreed_stop(None)
-    except (RuntimeError, PeerFailedError) as error:
-        out.put((rank, type(error).__name__, str(error)))
-        raise SystemExit(1) from None
+    train_until_it_fails(executor, rank, out)
 
 
 @pytest.mark.slow

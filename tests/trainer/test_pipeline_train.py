@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import yaml  # noqa: E402
-from tiny_target import run_config, save_target, write_chats  # noqa: E402
+from tiny_target import make_home, run_config  # noqa: E402
 from warm_trainer import ROOT, Trainer, wait_for  # noqa: E402
 
 from trainer.telemetry import StepLine, read_events, read_steps  # noqa: E402
@@ -29,10 +29,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pipeline")
-    save_target(folder / "target")
-    write_chats(folder / "chats.jsonl", 40)
-    return folder
+    return make_home(tmp_path_factory.mktemp("pipeline"))
 
 
 def write_config(home: Path, name: str, **changes: Any) -> Path:
@@ -67,6 +64,15 @@ def finish(process: subprocess.Popen[str]) -> str:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def finish_without(process: subprocess.Popen[str], rank: str, checkpoint: Path) -> str:
+    """Kill a rank once ``checkpoint`` is there; what all of them said to their good end."""
+    wait_for(checkpoint.exists)
+    os.kill(rank_process(process.pid, rank), signal.SIGKILL)
+    said = finish(process)
+    assert process.returncode == 0, said
+    return said
 
 
 def steps(folder: Path) -> list[StepLine]:
@@ -110,10 +116,7 @@ def test_a_killed_rank_restarts_all_from_the_newest_checkpoint(
     config = write_config(home, "ranks", pipeline=pipeline)
     process = start(config, *TORCHRUN, "--max-restarts", "1")
     folder = home / "ranks"
-    wait_for(lambda: (folder / "checkpoints" / "step-00000020").exists())
-    os.kill(rank_process(process.pid, "0"), signal.SIGKILL)
-    said = finish(process)
-    assert process.returncode == 0, said
+    said = finish_without(process, "0", folder / "checkpoints" / "step-00000020")
     assert "resumed step-" in said
     losses = {line.step: line.loss for line in steps(folder)}
     assert [losses[i + 1] for i in range(STEPS)] == pytest.approx(inline, rel=1e-4)

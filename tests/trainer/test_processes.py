@@ -10,13 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import enter_rank, run_ranks  # noqa: E402
+from ranks import enter_rank, run_ranks, train_until_it_fails  # noqa: E402
 from tiny_job import make_drafter, tiny_job, tiny_plan  # noqa: E402
 
 from trainer.errors import ConfigError  # noqa: E402
 from trainer.pipeline.inline import InlineExecutor  # noqa: E402
 from trainer.pipeline.place import Deal, Place  # noqa: E402
-from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor, lost_peer  # noqa: E402
+from trainer.pipeline.processes import ProcessesExecutor, lost_peer  # noqa: E402
 from trainer.pipeline.reduce import fingerprint  # noqa: E402
 from trainer.pipeline.stages import Sums  # noqa: E402
 from trainer.pipeline.threads import ThreadsExecutor  # noqa: E402
@@ -132,13 +132,7 @@ def fail_rank(rank: int, port: int, out: Any) -> None:
     job, _ = tiny_job(SLOTS, steps=50, drafter=drafter)
     executor = ProcessesExecutor(job, tiny_plan(2, 2, SLOTS, stall_limit_s=30))
     executor.start()
-    try:
-        for index in range(50):
-            executor.step(index)
-            executor.agreed_stop(None)
-    except (RuntimeError, PeerFailedError) as error:
-        out.put((rank, type(error).__name__, str(error)))
-        raise SystemExit(1) from None
+    train_until_it_fails(executor, rank, out)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import enter_rank, run_ranks  # noqa: E402
+from ranks import enter_rank, run_ranks, train_until_it_fails  # noqa: E402
 from tiny_job import (  # noqa: E402
     drafter_config,
     frozen_target,
@@ -28,17 +28,17 @@ from tiny_job import (  # noqa: E402
     train_config,
 )
 
-from trainer.checkpoint import Loaded  # noqa: E402
+from trainer.checkpoint import KINDS, Loaded  # noqa: E402
 from trainer.compile_lock import CompileLock  # noqa: E402
 from trainer.drafter.by_layer import compile_parts  # noqa: E402
 from trainer.drafter.model import Drafter  # noqa: E402
 from trainer.head_loss import fast_head_loss  # noqa: E402
 from trainer.objective import FrozenTarget  # noqa: E402
 from trainer.pipeline.inline import InlineExecutor  # noqa: E402
-from trainer.pipeline.processes import PeerFailedError, ProcessesExecutor  # noqa: E402
+from trainer.pipeline.processes import ProcessesExecutor  # noqa: E402
 from trainer.pipeline.stages import Sums  # noqa: E402
 from trainer.replica import DrafterReplica  # noqa: E402
-from trainer.sharded import KINDS, ShardedDrafter, early  # noqa: E402
+from trainer.sharded import ShardedDrafter, early  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -312,11 +312,7 @@ def broken_rank(rank: int, port: int, out: Any, how: str) -> None:
     if rank == 3:
         update = executor.part.stage.update
         executor.part.stage.update = broken  # type: ignore[method-assign]
-    try:
-        losses(executor, 0, 50)
-    except (RuntimeError, PeerFailedError) as error:
-        out.put((rank, type(error).__name__, str(error)))
-        raise SystemExit(1) from None
+    train_until_it_fails(executor, rank, out)
 
 
 def test_all_name_the_drafter_that_failed_first() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_target import run_config, save_target, write_chats
+from tiny_target import make_home, run_config
 from warm_trainer import ROOT, Trainer, wait_for
 
 from trainer.telemetry import read_events, read_steps
@@ -23,10 +23,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("train")
-    save_target(folder / "target")
-    write_chats(folder / "chats.jsonl", 40)
-    return folder
+    return make_home(tmp_path_factory.mktemp("train"))
 
 
 def write_config(home: Path, name: str, **changes: Any) -> Path:

@@ -108,6 +108,13 @@ def write_chats(path: Path, count: int) -> Path:
     return path
 
 
+def make_home(folder: Path) -> Path:
+    """``folder`` with a target and chats, as ``run_config`` names them."""
+    save_target(folder / "target")
+    write_chats(folder / "chats.jsonl", 40)
+    return folder
+
+
 def run_config(home: Path, /, **changes: Any) -> dict[str, Any]:
     """A whole training config on a saved tiny target; ``changes`` replace sections' keys."""
     tree: dict[str, Any] = {
