@@ -5,6 +5,7 @@
         master.safetensors   fp32 master weights
         average.safetensors, square.safetensors   AdamW's moments
         state.json           step, counters, the config's fingerprint; written last: the marker
+    checkpoints/.abandoned/  those of a course that the run has left (``abandon_beyond``)
 
 A folder without ``state.json`` under its own name cannot exist: it is renamed into place when it
 is whole. What a kill leaves behind is a folder ending in ``.part``, which the next save removes.
@@ -30,6 +31,7 @@ from trainer.errors import CheckpointError, ResourceError
 
 STATE = "state.json"
 PART = ".part"
+ABANDONED = ".abandoned"
 KINDS = ("master", "average", "square")
 RESUME_VARIABLE = "DFLASH_RESUME"
 
@@ -66,7 +68,7 @@ class CheckpointStore:
     def save(self, step: int, state: dict[str, Any], best: float | None = None) -> Path:
         """Write the checkpoint of ``step`` steps done. Raises ``ResourceError`` on a full disk;
         what was there before stays."""
-        final = self.folder / f"step-{step:08d}"
+        final = step_path(self.folder, step)
         beside = final.with_name(final.name + PART)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,7 @@ class CheckpointStore:
         """``best`` points at the checkpoint of ``step``; it is never deleted."""
         beside = self.folder / f"best{PART}"
         beside.unlink(missing_ok=True)
-        beside.symlink_to(f"step-{step:08d}")
+        beside.symlink_to(step_path(self.folder, step).name)
         beside.replace(self.folder / "best")
 
     def steps(self) -> list[int]:
@@ -109,13 +111,26 @@ class CheckpointStore:
 
     def newest(self) -> Path | None:
         """What to resume: ``DFLASH_RESUME`` (a checkpoint, or ``no``), else the newest complete."""
-        wanted = os.environ.get(RESUME_VARIABLE)
-        if wanted == "no":
+        return named() if os.environ.get(RESUME_VARIABLE) else newest_of_run(self.folder)
+
+    def abandon_beyond(self, step: int) -> Path | None:
+        """Put aside what this folder holds of later steps; returns where to, null if nothing.
+
+        A run that goes on from an earlier checkpoint, or begins anew, makes those steps again:
+        beside later ones its own would be the oldest, deleted first and never resumed.
+        """
+        beyond = [later for later in self.steps() if later > step]
+        if not beyond:
             return None
-        if wanted:
-            return Path(wanted)
-        steps = self.steps()
-        return self.folder / f"step-{steps[-1]:08d}" if steps else None
+        aside = self.folder / ABANDONED
+        aside.mkdir(exist_ok=True)
+        for path in (step_path(self.folder, later) for later in beyond):
+            shutil.rmtree(aside / path.name, ignore_errors=True)
+            path.rename(aside / path.name)
+        best = self.folder / "best"
+        if not best.exists():
+            best.unlink(missing_ok=True)
+        return aside
 
     def load(self, path: Path) -> Loaded:
         """Raises ``CheckpointError`` unless it is whole and of this config."""
@@ -151,7 +166,7 @@ class CheckpointStore:
             kept |= {step for step in steps if step % self.config.keep_every == 0}
         for step in set(steps) - kept:
             # Renamed first: a kill in the middle of the removal leaves a `.part`, not half of one.
-            path = self.folder / f"step-{step:08d}"
+            path = step_path(self.folder, step)
             doomed = path.with_name(path.name + PART)
             path.rename(doomed)
             shutil.rmtree(doomed)
@@ -159,6 +174,10 @@ class CheckpointStore:
     def _remove_parts(self) -> None:
         for path in self.folder.glob(f"step-*{PART}"):
             shutil.rmtree(path)
+
+
+def step_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -170,14 +189,23 @@ def complete_steps(folder: Path) -> list[int]:
     )
 
 
+def named() -> Path | None:
+    """The checkpoint that ``DFLASH_RESUME`` names."""
+    wanted = os.environ.get(RESUME_VARIABLE) or "no"
+    return None if wanted == "no" else Path(wanted)
+
+
+def newest_of_run(folder: Path) -> Path | None:
+    """The newest complete checkpoint there, else the one elsewhere that the run goes on from."""
+    steps = complete_steps(folder)
+    return step_path(folder, steps[-1]) if steps else named()
+
+
 def newest_step(folder: Path) -> int:
-    """Steps that a resume need not do again: of the newest complete checkpoint there, else of the
-    one in another folder that this run goes on from."""
-    if steps := complete_steps(folder):
-        return steps[-1]
-    other = os.environ.get(RESUME_VARIABLE, "no")
+    """Steps that a resume need not do again."""
+    path = newest_of_run(folder)
     try:
-        return 0 if other == "no" else int(read_record(Path(other))["step"])
+        return 0 if path is None else int(read_record(path)["step"])
     except CheckpointError:
         # It was to be read, and was not yet.
         return 0
@@ -193,7 +221,10 @@ def read_record(path: Path) -> dict[str, Any]:
             next_step="name a folder checkpoints/step-… of a run",
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from None
+        raise CheckpointError(
+            f"{path / STATE} cannot be read: {error}",
+            next_step="resume from an earlier checkpoint of the run",
+        ) from None
     return record
 
 

@@ -168,12 +168,12 @@ def load_prompts(
 
 def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
     """The best checkpoint of a run (else its newest), on held-out prompts."""
-    from trainer.checkpoint import read_tensors
+    from trainer.checkpoint import newest_of_run, read_tensors
     from trainer.outlook import default_device
     from trainer.telemetry import say
 
     best = run.store.folder / "best"
-    path = best.resolve() if best.is_symlink() else run.store.newest()
+    path = best.resolve() if best.is_symlink() else newest_of_run(run.store.folder)
     assert path is not None, "the loop always ends with a checkpoint"
     run.writer.event("evaluating", checkpoint=str(path))
     weights = read_tensors(path / "master.safetensors")

@@ -88,6 +88,8 @@ def _resume(run: Run, executor: Executor) -> tuple[int, float | None]:
     done, best = executor.resume(lambda: None if path is None else run.store.load(path))
     if done:
         run.writer.event("resumed", path=str(path or ""), step=done)
+    if run.leads and (aside := run.store.abandon_beyond(done)) is not None:
+        say(f"checkpoints beyond step {done} are put aside in {aside}; nothing reads them again")
     if path is not None:
         say(f"resumed {path.name}: {done} of {run.batches.steps} steps are done")
     return done, best

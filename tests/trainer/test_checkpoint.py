@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import CheckpointStore, newest_step
+from trainer.checkpoint import CheckpointStore, newest_of_run, newest_step
 from trainer.config import CheckpointConfig
 from trainer.errors import CheckpointError, ResourceError
 
@@ -155,3 +155,33 @@ def test_steps_of_the_run_gone_on_from_count_until_there_are_own_ones(
     assert newest_step(own) == 60
     monkeypatch.setenv("DFLASH_RESUME", str(tmp_path / "absent"))
     assert newest_step(tmp_path / "none") == 0
+
+
+def test_a_run_that_goes_back_keeps_what_it_writes_and_resumes_from_that(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "c", keep_last=2)
+    for step in (800, 900, 1000):
+        store.save(step, state(1.0))
+    store.mark_best(1000)
+    assert store.abandon_beyond(1000) is None
+    aside = store.abandon_beyond(0)
+    assert aside is not None
+    assert sorted(p.name for p in aside.iterdir()) == ["step-00000900", "step-00001000"]
+    assert not (tmp_path / "c" / "best").is_symlink(), "it would name nothing"
+    fresh = store.save(500, state(2.0))
+    assert store.steps() == [500]
+    assert store.newest() == fresh
+    store.save(900, state(2.0))
+    assert store.abandon_beyond(500) == aside, "a second time over the first"
+    assert store.load(aside / "step-00000900").state["skipped"] == 2
+
+
+def test_what_a_run_ends_with_is_its_own_not_what_it_went_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = make_store(tmp_path / "before").save(40, state(1.0))
+    own = make_store(tmp_path / "own")
+    monkeypatch.setenv("DFLASH_RESUME", str(before))
+    assert newest_of_run(own.folder) == before
+    made = own.save(60, state(1.0))
+    assert newest_of_run(own.folder) == made
+    assert own.newest() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,21 @@ def test_ten_steps_a_kill_and_ten_more_are_twenty_bit_for_bit(home: Path, whole:
     assert code == 0, said
     assert "resumed step-" in said
     assert_equal_runs(whole, home / "killed", 20)
+
+
+def test_a_run_sent_back_to_an_earlier_checkpoint_makes_the_later_ones_anew(
+    home: Path, whole: Path
+) -> None:
+    config = write_config(home, "back")
+    shutil.copytree(whole, home / "back", symlinks=True)
+    folder = home / "back" / "checkpoints"
+    wanted = {"DFLASH_RESUME": str(folder / "step-00000015")}
+    with Trainer(config.with_suffix(".log"), "train", config, **wanted) as process:
+        assert process.wait() == 0, process.said()
+    assert "resumed step-00000015" in process.said()
+    assert "checkpoints beyond step 15 are put aside" in process.said()
+    assert [path.name for path in (folder / ".abandoned").iterdir()] == ["step-00000020"]
+    assert_equal_runs(whole, home / "back", 20)
 
 
 def test_sigterm_finishes_the_step_saves_it_and_leaves_with_143(home: Path, whole: Path) -> None:
