@@ -182,6 +182,11 @@ class FrozenTarget(NamedTuple):
     head: Tensor
     """[V, H]; the same tensor where the target ties them."""
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
+        embedding = self.embedding.to(device, dtype)
+        tied = self.head is self.embedding
+        return FrozenTarget(embedding, embedding if tied else self.head.to(device, dtype))
+
 
 class SelectorReport(NamedTuple):
     """DFlash2: sums over counted slots (recalled, right) and blocks (tau); 0-d each."""

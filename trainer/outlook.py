@@ -25,6 +25,7 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def data_folder(config: TrainConfig, folder: Path) -> Path:
+    """Of prepared data, for a run in ``folder``."""
     return config.data.folder or folder / "data"
 
 

@@ -35,7 +35,6 @@ from trainer.replica import DrafterReplica
 from trainer.resolve import Resolved
 from trainer.sampled_head import SampledHeadLoss
 from trainer.target import (
-    Frozen,
     TappedTarget,
     check_taps,
     compute_dtype,
@@ -54,7 +53,7 @@ class Targets:
     def __init__(self, resolved: Resolved) -> None:
         self.resolved = resolved
         self._models: dict[torch.device, Any] = {}
-        self._frozen: Frozen | None = None
+        self._frozen: FrozenTarget | None = None
         self._lock = threading.Lock()
 
     def model(self, device: torch.device) -> Any:
@@ -80,8 +79,7 @@ class Targets:
                 if self._frozen is None:
                     self._frozen = load_frozen(self.resolved.config.target)
                 here = self._frozen
-        moved = here.to(device, dtype)
-        return FrozenTarget(moved.embedding, moved.head)
+        return here.to(device, dtype)
 
 
 @dataclass

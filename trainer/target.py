@@ -25,6 +25,7 @@ from trainer.data.batch import Batch
 from trainer.drafter.config import text_config
 from trainer.errors import ResourceError, TargetError
 from trainer.graphs import Recorded
+from trainer.objective import FrozenTarget
 from trainer.packaged import PACKAGE, packaged_file
 
 
@@ -160,22 +161,8 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     return owners[-1]
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """What the drafter borrows: rows of the target's embedding and of its output head."""
-
-    embedding: Tensor
-    """[V, H]"""
-    head: Tensor
-    """[V, H]; the embedding itself where they are tied."""
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Frozen:
-        embedding = self.embedding.to(device, dtype)
-        tied = self.head is self.embedding
-        return Frozen(embedding, embedding if tied else self.head.to(device, dtype))
-
-
-def frozen_weights(model: Any) -> Frozen:
+def frozen_weights(model: Any) -> FrozenTarget:
+    """Of a whole model, where they lie."""
     embedding = model.get_input_embeddings().weight.detach()
     head_module = model.get_output_embeddings()
     if head_module is None:
@@ -186,10 +173,10 @@ def frozen_weights(model: Any) -> Frozen:
         )
     head = head_module.weight.detach()
     tied = head.data_ptr() == embedding.data_ptr()
-    return Frozen(embedding, embedding if tied else head)
+    return FrozenTarget(embedding, embedding if tied else head)
 
 
-def load_frozen(target: TargetConfig) -> Frozen:
+def load_frozen(target: TargetConfig) -> FrozenTarget:
     """The two matrices on the CPU, read alone from safetensors where the format allows it."""
     source = locate(target.model)
     folder = Path(source.folder)
@@ -203,9 +190,9 @@ def load_frozen(target: TargetConfig) -> Frozen:
         if embedding in found:
             tied = getattr(text_config(skeleton.config), "tie_word_embeddings", False)
             if head in found and not tied:
-                return Frozen(found[embedding], found[head])
+                return FrozenTarget(found[embedding], found[head])
             if tied:
-                return Frozen(found[embedding], found[embedding])
+                return FrozenTarget(found[embedding], found[embedding])
     return frozen_weights(load_model(target, torch.device("cpu")))
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from trainer.data.batch import Batch
 from trainer.data.pack import PackedBatches
-from trainer.drafter.config import SLIDING
-from trainer.drafter.mask import MaskBuilder
+from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter
 from trainer.head_loss import fast_head_loss
 from trainer.objective import DrafterLoss
@@ -18,6 +17,8 @@ from trainer.pipeline.stages import Sums
 
 if TYPE_CHECKING:
     from trainer.run import Run
+
+CPU = torch.device("cpu")
 
 
 class Validator:
@@ -39,8 +40,7 @@ class Validator:
         loss.drafter.load_state_dict(master)
         total: Tensor | None = None
         for batch, features in self._batches():
-            found = loss(batch, features, batch.labels)
-            sums = Sums.vector(found)
+            sums = Sums.vector(loss(batch, features, batch.labels))
             total = sums if total is None else total + sums
         assert total is not None
         return Sums.read(total)
@@ -49,29 +49,19 @@ class Validator:
         if not self._kept:
             run = self.run
             batches = PackedBatches(run.data.held_out, run.config, run.batches.pad_token)
-            rows = batches.rows * batches.slots
-            steps = max(1, min(self.count, len(batches.packed) // rows))
-            target = run.tapped_target(torch.device("cpu"))
-            for step in range(steps):
-                for slot in range(batches.slots):
-                    batch = batches(step, slot)
-                    self._kept.append((batch, target.features(batch).float()))
+            count = max(1, min(self.count, len(batches.packed) // batches.rows))
+            target = run.tapped_target(CPU)
+            for index in range(count):
+                batch = batches(*divmod(index, batches.slots))
+                self._kept.append((batch, target.features(batch).float()))
         return self._kept
 
     def _make_loss(self) -> DrafterLoss:
         config = self.run.resolved.drafter
-        device = torch.device("cpu")
-        types = config.layer_types
-        masks = MaskBuilder(
-            config.block_size,
-            full=set(types) != {SLIDING},
-            window=config.sliding_window if SLIDING in types else None,
-        )
-        frozen = self.run.targets.frozen(device, torch.float32)
         return DrafterLoss(
-            Drafter(config).to(device),
-            frozen,
+            Drafter(config),
+            self.run.targets.frozen(CPU, torch.float32),
             self.run.config.objective,
-            masks,
-            head_loss=fast_head_loss(device),
+            masks_for(config, CPU, None),
+            head_loss=fast_head_loss(CPU),
         )

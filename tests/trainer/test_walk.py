@@ -18,7 +18,6 @@ from walk import yields  # noqa: E402
 
 from trainer.drafter.config import FULL, SLIDING, Dflash2Config, DrafterConfig  # noqa: E402
 from trainer.drafter.decoding import DraftSession  # noqa: E402
-from trainer.objective import FrozenTarget  # noqa: E402
 from trainer.speculate import Limits, decode_speculatively  # noqa: E402
 from trainer.target import TappedTarget, frozen_weights  # noqa: E402
 
@@ -58,8 +57,7 @@ def test_the_same_passes_as_one_after_the_other(
         sliding_window=6,
         dflash2=second,
     )
-    rows = frozen_weights(model)
-    frozen = FrozenTarget(rows.embedding, rows.head)
+    frozen = frozen_weights(model)
     tapped = TappedTarget(model, list(config.target_layer_ids), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     lengths = set()

@@ -116,7 +116,7 @@ def frozen_target(device: torch.device) -> FrozenTarget:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         frozen = frozen_weights(AutoModelForCausalLM.from_config(target_config()))
-    return FrozenTarget(frozen.embedding.to(device), frozen.head.to(device))
+    return frozen.to(device, frozen.head.dtype)
 
 
 def make_drafter(device: torch.device, microbatches: int = 4) -> DrafterStage:

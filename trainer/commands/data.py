@@ -9,7 +9,7 @@ from trainer.config import load_config
 from trainer.data.prepare import check_files, load_prepared
 from trainer.data.template import ChatTemplate
 from trainer.errors import DataError
-from trainer.outlook import run_folder
+from trainer.outlook import data_folder, run_folder
 from trainer.resolve import Resolved, resolve
 from trainer.stopping import Stopped, StopSignals
 from trainer.telemetry import say
@@ -36,7 +36,7 @@ def _check_data(resolved: Resolved) -> int:
     """Every line read and encoded; the target itself does nothing."""
     config = resolved.config
     ChatTemplate(resolved.tokenizer)
-    folder = config.data.folder or run_folder(config) / "data"
+    folder = data_folder(config, run_folder(config))
     prepared = load_prepared(config, folder)
     if prepared is not None:
         say(f"{folder} is complete")

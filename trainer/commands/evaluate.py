@@ -11,7 +11,6 @@ from trainer.drafter import format as drafter_format
 from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
 from trainer.evaluate import evaluate_prompts, load_prompts, summarize, table, write_report
-from trainer.objective import FrozenTarget
 from trainer.outlook import default_device
 from trainer.speculate import Limits
 from trainer.target import frozen_weights, load_model, load_tokenizer
@@ -40,13 +39,12 @@ def evaluate(options: Namespace) -> int:
     drafter = Drafter(config)
     drafter.load_state_dict(weights)
     drafter.to(device, model.dtype)
-    rows = frozen_weights(model).to(device, model.dtype)
+    frozen = frozen_weights(model).to(device, model.dtype)
     wanted = EvaluationConfig(prompts=options.prompts, count=options.count)
     room = config.max_position_embeddings - options.max_new_tokens
     prompts = load_prompts(wanted, [], ChatTemplate(tokenizer), room)
     stop = frozenset(stop_tokens(tokenizer, model.generation_config))
     limits = Limits(options.max_new_tokens, stop, options.temperature)
-    frozen = FrozenTarget(rows.embedding, rows.head)
     pairs = evaluate_prompts(model, drafter, frozen, prompts, limits, options.seed, say)
     summary = {"checkpoint": str(options.checkpoint), "target": name}
     summary |= summarize(pairs, config.block_size, limits, options.seed)
