@@ -8,17 +8,21 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from transformers import Qwen3Config
 
 from trainer.config import PipelineConfig
-from trainer.drafter.config import DrafterConfig
+from trainer.drafter.config import Dflash2Config, DrafterConfig
+from trainer.drafter.model import Drafter
 from trainer.outlook import node_count
 from trainer.pipeline.costs import (
     TargetShape,
     Work,
     drafter_flop,
+    drafter_memory,
     drafter_parameters,
     target_flop,
+    target_memory,
 )
 from trainer.pipeline.plan import Costs, Device, PlanError, make_plan, recommend
 
@@ -75,6 +79,24 @@ def test_an_8b_drafter_costs_what_was_counted_by_hand() -> None:
 def test_an_8b_target_stopped_after_its_last_tap_costs_less_than_the_whole() -> None:
     # 49 TFLOP for all 36 layers; the last tap is layer 33.
     assert 40 < target_flop(work(QWEN3_8B)) / 1e12 < 49
+
+
+@pytest.mark.parametrize("dflash2", [None, Dflash2Config()], ids=["DFlash", "DFlash2"])
+def test_the_parameters_counted_are_those_of_the_drafter(dflash2: Dflash2Config | None) -> None:
+    target = Qwen3Config(**QWEN3_8B)
+    config = DrafterConfig.for_target(target, mask_token_id=1, block_size=8, dflash2=dflash2)
+    with torch.device("meta"):
+        built = Drafter(config)
+    assert drafter_parameters(config) == sum(p.numel() for p in built.parameters())
+
+
+def test_a_target_is_held_whole_and_its_matrices_once_beside_a_drafter() -> None:
+    alike = work(QWEN3_8B)
+    whole = 2 * (36 * (2 * 4096 * 5120 + 3 * 4096 * 12_288) + 2 * 151_936 * 4096)
+    tokens = 3072 * (6 * 4096 + 3 * 12_288)
+    assert target_memory(alike, staging=False) == whole + 2 * tokens + alike.feature_slot_bytes
+    saved = drafter_memory(alike, 2) - drafter_memory(alike, 2, beside=True)
+    assert saved == 2 * 2 * 151_936 * 4096
 
 
 def test_a_feature_row_of_an_8b_target_is_40960_bytes_a_token() -> None:
@@ -196,6 +218,19 @@ def test_microbatches_that_do_not_divide() -> None:
     assert "set it to 10" in error.next_step
 
 
+def test_the_drafters_of_all_nodes_share_the_microbatches() -> None:
+    # Neither 15 nor, below, 20 and 16 drafters could take as many of 12.
+    plan = make_plan(pipeline(), work(QWEN3_8B, 12), EIGHT, nodes=3)
+    assert (len(plan.targets), len(plan.drafters)) == (4, 4)
+    plan = make_plan(pipeline(), work(QWEN3_8B, 12), EIGHT, nodes=4)
+    assert (len(plan.targets), len(plan.drafters)) == (5, 3)
+    assert "12 microbatches a step, 1 a drafter" in plan.table()
+    assert "optimization.microbatches to be a multiple of 20" in plan.advice[0]
+    with pytest.raises(PlanError, match="12, not a multiple of 8 drafters on 2 nodes") as caught:
+        make_plan(pipeline(targets=4, drafters=4), work(QWEN3_8B, 12), EIGHT, nodes=2)
+    assert "set it to 16" in caught.value.next_step
+
+
 def test_a_device_that_is_not_there() -> None:
     error = refusal({"devices": ["cuda:0", "cuda:9"]})
     assert "pipeline.devices names cuda:9" in error.what
@@ -242,7 +277,7 @@ def test_one_drafter_cannot_be_held_together() -> None:
     assert "several drafters hold one together, and there is one" in error.what
     assert "ask for more by pipeline.drafters, or leave out shard_drafters" in error.next_step
     # The other node has one too.
-    assert make_plan(pipeline(**options), work(QWEN3_8B), EIGHT, nodes=2).sharded
+    assert make_plan(pipeline(**options), work(QWEN3_8B, 2), EIGHT, nodes=2).sharded
 
 
 def test_the_table_shows_what_a_drafter_needs_both_ways() -> None:

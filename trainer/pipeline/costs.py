@@ -28,6 +28,8 @@ class TargetShape:
     mlp_stored: int
     """Intermediate columns that memory holds: for a mixture, of all experts."""
     vocab_size: int
+    tied: bool
+    """Embedding and output head are one matrix."""
 
     @classmethod
     def of(cls, hf_config: Any) -> TargetShape:
@@ -51,10 +53,15 @@ class TargetShape:
             mlp_width=width,
             mlp_stored=stored,
             vocab_size=text.vocab_size,
+            tied=bool(getattr(text, "tie_word_embeddings", False)),
         )
 
     def attention_weights(self) -> int:
         return 2 * self.hidden_size * (self.attention_width + self.kv_width)
+
+    def vocabulary_weights(self) -> int:
+        """Of the embedding and the output head."""
+        return (1 if self.tied else 2) * self.vocab_size * self.hidden_size
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,12 @@ def drafter_units(c: DrafterConfig) -> tuple[int, int]:
     layer = 2 * c.hidden_size * attention_width + c.head_dim
     layer += 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
     key_value = 2 * c.hidden_size * kv_width + c.head_dim
-    return layer, (c.feature_size + 2) * c.hidden_size + c.num_layers * key_value
+    rest = (c.feature_size + 2) * c.hidden_size + c.num_layers * key_value
+    if c.dflash2 is not None:
+        groups, kernel = c.hidden_size // c.dflash2.conv_group_size, c.dflash2.conv_kernel_size
+        layer += 2 * 2 * kernel * c.hidden_size * (1 + groups)
+        rest += c.dflash2.selector_rank * (2 * c.vocab_size + c.hidden_size)
+    return layer, rest
 
 
 def drafter_parameters(c: DrafterConfig) -> int:
@@ -136,11 +148,11 @@ def drafter_parameters(c: DrafterConfig) -> int:
 
 
 def target_memory(work: Work, *, staging: bool) -> int:
-    """Bytes of one target worker: weights up to the last tap, the activations of one layer, taps,
-    and two staging buffers where features travel."""
+    """Bytes of one target worker: the whole target (it makes data and is evaluated against), the
+    activations of one layer, taps, and two staging buffers where features travel."""
     shape = work.target
     layer = shape.attention_weights() + 3 * shape.hidden_size * shape.mlp_stored
-    weights = work.layers_run * layer + shape.vocab_size * shape.hidden_size
+    weights = shape.num_layers * layer + shape.vocabulary_weights()
     tokens = work.rows * work.length
     activations = tokens * (6 * shape.hidden_size + 3 * shape.mlp_width)
     buffers = (1 + (2 if staging else 0)) * work.feature_slot_bytes
@@ -159,15 +171,18 @@ def sharded_states(work: Work, shards: int) -> int:
     return -(-drafter_parameters(work.drafter) * 16 // shards) + passing
 
 
-def drafter_memory(work: Work, queue_depth: int, shards: int = 1) -> int:
+def drafter_memory(work: Work, queue_depth: int, shards: int = 1, *, beside: bool = False) -> int:
     """Bytes of one drafter worker: weights, gradients, fp32 masters and moments, the frozen
     matrices, kept activations, and the feature slots. ``shards``: drafters that hold one
-    together; 1 is a replica."""
+    together; 1 is a replica. ``beside`` a target on the same device it reads that one's matrices,
+    if both have one type."""
     c, width = work.drafter, work.drafter_bytes
     states = drafter_parameters(c) * (2 * width + (4 if width < 4 else 0) + 8)
     if shards > 1:
         states = sharded_states(work, shards)
-    frozen = 2 * c.vocab_size * c.hidden_size * width
+    frozen = work.target.vocabulary_weights() * width
+    if beside and work.target_bytes == width:
+        frozen = 0
     attention_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     kept = 5 * c.hidden_size + 3 * attention_width + 3 * c.intermediate_size
     per_slot = c.num_layers * (kept + 4 * kv_width) + 4 * c.hidden_size

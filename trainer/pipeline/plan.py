@@ -119,6 +119,8 @@ class Plan:
     sharded: bool = False
     """All drafters of the run hold one together (``pipeline.shard_drafters``)."""
     drafter_bytes: DrafterBytes | None = None
+    nodes: int = 1
+    """That run this plan, each."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -148,7 +150,7 @@ class Plan:
         b, s, width = self.slot_shape
         rows += [
             f"executor {self.executor}; {self.microbatches} microbatches a step, "
-            f"{self.microbatches // len(self.drafters)} a drafter; "
+            f"{self.microbatches // (len(self.drafters) * self.nodes)} a drafter; "
             f"{self.queue_depth} feature slots a drafter, {b} x {s} x {width} "
             f"({self.slot_bytes / 1e6:.1f} MB each)",
             f"expected {self.tokens_per_s:,.0f} context tok/s at most (counted costs)",
@@ -183,15 +185,16 @@ def make_plan(
     present = {d.name: d for d in (visible_devices() if devices is None else devices)}
     used = _devices(pipeline, present)
     costs = counted_costs(work, used[0])
-    targets, drafters, reason, advice = _split(pipeline, work, used, costs)
-    if work.microbatches % len(drafters):
+    targets, drafters, reason, advice = _split(pipeline, work, used, costs, nodes)
+    shards = len(drafters) * nodes
+    if work.microbatches % shards:
+        where = f" on {nodes} nodes" if nodes > 1 else ""
         raise PlanError(
             f"optimization.microbatches is {work.microbatches}, not a multiple of"
-            f" {len(drafters)} drafters: they could not take the same number each",
-            next_step=f"set it to {_next_multiple(work.microbatches, len(drafters))}, or"
+            f" {shards} drafters{where}: they could not take the same number each",
+            next_step=f"set it to {-(-work.microbatches // shards) * shards}, or"
             " pipeline.drafters to one of its divisors",
         )
-    shards = len(drafters) * nodes
     if pipeline.cuda_graph and shards > 1:
         advice += (GRAPH_ADVICE,)
     memory = _room(pipeline, work, (targets, drafters), present, shards)
@@ -212,6 +215,7 @@ def make_plan(
         check_equal_every=pipeline.check_equal_every,
         sharded=pipeline.shard_drafters,
         drafter_bytes=_both_ways(pipeline, work, shards),
+        nodes=nodes,
     )
 
 
@@ -243,7 +247,9 @@ def _devices(pipeline: PipelineConfig, present: dict[str, Device]) -> list[Devic
 Split = tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]]
 
 
-def _split(pipeline: PipelineConfig, work: Work, used: list[Device], costs: Costs) -> Split:
+def _split(
+    pipeline: PipelineConfig, work: Work, used: list[Device], costs: Costs, nodes: int
+) -> Split:
     names = [d.name for d in used]
     fixed_targets = None if pipeline.targets == "auto" else pipeline.targets
     fixed_drafters = None if pipeline.drafters == "auto" else pipeline.drafters
@@ -267,12 +273,17 @@ def _split(pipeline: PipelineConfig, work: Work, used: list[Device], costs: Cost
                 next_step="list a device twice in pipeline.devices to share it, or ask for fewer",
             )
         return tuple(names[:n]), tuple(names[n : n + m]), "as configured", ()
-    return _choose(names, work, costs, fixed_targets, fixed_drafters)
+    return _choose(names, work.microbatches, costs, (fixed_targets, fixed_drafters), nodes)
 
 
 def _choose(
-    names: list[str], work: Work, costs: Costs, targets: int | None, drafters: int | None
+    names: list[str],
+    microbatches: int,
+    costs: Costs,
+    fixed: tuple[int | None, int | None],
+    nodes: int,
 ) -> Split:
+    targets, drafters = fixed
     splits = [
         (n, len(names) - n)
         for n in range(1, len(names))
@@ -288,7 +299,7 @@ def _choose(
     def period(split: tuple[int, int]) -> tuple[float, int]:
         return costs.period(*split), split[0]
 
-    allowed = [s for s in splits if work.microbatches % s[1] == 0]
+    allowed = [s for s in splits if microbatches % (s[1] * nodes) == 0]
     best = min(splits, key=period)
     n, m = min(allowed or splits, key=period)
     advice = []
@@ -296,7 +307,7 @@ def _choose(
         gain = costs.period(n, m) / costs.period(*best)
         advice.append(
             f"{best[0]} + {best[1]} would be {gain:.2f} times as fast; it needs"
-            f" optimization.microbatches to be a multiple of {best[1]}"
+            f" optimization.microbatches to be a multiple of {best[1] * nodes}"
         )
     others = sorted((s for s in splits if s != (n, m)), key=period)[:2]
     reason = (
@@ -387,9 +398,5 @@ def _memory(
         staging = any(d != device for d in drafters) and device != "cpu"
         need[device] += target_memory(work, staging=staging)
     for device in drafters:
-        need[device] += drafter_memory(work, queue_depth, shards)
+        need[device] += drafter_memory(work, queue_depth, shards, beside=device in targets)
     return tuple((name, size, present[name].memory_bytes) for name, size in need.items())
-
-
-def _next_multiple(value: int, of: int) -> int:
-    return -(-value // of) * of

@@ -66,13 +66,6 @@ class ProcessesExecutor:
         self.job = job
         self.plan = plan
         self.place = place or Place.from_environment(plan)
-        drafters = self.place.drafters * self.place.nodes
-        if job.batches.slots % drafters:
-            raise ConfigError(
-                f"{job.batches.slots} microbatches a step cannot be shared by {drafters} drafters",
-                next_step="set optimization.microbatches to a multiple of the drafters of all"
-                " nodes",
-            )
         names = (*plan.targets, *plan.drafters)
         self.device = torch.device(names[self.place.local_rank])
         self.deal = Deal(self.place, job.batches.slots)

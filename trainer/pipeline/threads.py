@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError
 from trainer.pipeline.board import Board, Halted, Watchdog
 from trainer.pipeline.gauge import Gauge, Usage
 from trainer.pipeline.plan import Plan
@@ -29,12 +28,6 @@ from trainer.pipeline.workers import DrafterWorker, SumWorker, TargetWorker, Wor
 
 class ThreadsExecutor:
     def __init__(self, job: Job, plan: Plan) -> None:
-        if job.batches.slots % len(plan.drafters):
-            raise ConfigError(
-                f"{job.batches.slots} microbatches a step cannot be shared by"
-                f" {len(plan.drafters)} drafters",
-                next_step="set optimization.microbatches to a multiple of the drafters",
-            )
         self.job = job
         self.plan = plan
         self.board = Board(job.event)
