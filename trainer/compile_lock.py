@@ -85,6 +85,11 @@ class LockStats:
     foreign_traces: int = 0
     """Calls that had to wait for a tracer that did not hold the lock."""
 
+    def telemetry(self) -> dict[str, float]:
+        """Fields of ``telemetry.StepLine``."""
+        waited = round(self.wait_s, 4)
+        return {"recompiles": self.recompiles, "lock_waits": self.waits, "lock_wait_s": waited}
+
 
 @dataclass(frozen=True)
 class Health:

@@ -29,6 +29,15 @@ class TrainerError(Exception):
         return f"{self.what}\n  next: {self.next_step}" if self.next_step else self.what
 
 
+def first_line(error: BaseException) -> str:
+    """Of its message; others' go on for pages."""
+    return str(error).strip().partition("\n")[0]
+
+
+def named_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 class ConfigError(TrainerError):
     pass
 

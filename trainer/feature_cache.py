@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.batch import Batch
-from trainer.errors import ResourceError
+from trainer.errors import ResourceError, first_line
 from trainer.pipeline.stages import TargetStage
 
 Recall = Callable[[int], Tensor | None]
@@ -47,7 +47,7 @@ class CachedTarget:
         except RuntimeError as error:
             raise ResourceError(
                 f"data.cache_features: {size / 1e9:.1f} GB for {rows - 1} tokens do not fit on"
-                f" {self.device}: {str(error).splitlines()[0]}",
+                f" {self.device}: {first_line(error)}",
                 next_step="leave cache_features out, or make less data",
             ) from None
         table[-1].zero_()

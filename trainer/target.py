@@ -23,7 +23,7 @@ from trainer import hub
 from trainer.config import TargetConfig
 from trainer.data.batch import Batch
 from trainer.drafter.config import text_config
-from trainer.errors import ResourceError, TargetError
+from trainer.errors import ResourceError, TargetError, first_line
 from trainer.graphs import Recorded
 from trainer.objective import FrozenTarget
 from trainer.packaged import PACKAGE, packaged_file
@@ -79,7 +79,7 @@ def load_hf_config(target: TargetConfig) -> Any:
                 "or download the model elsewhere, copy it here and name its folder",
             ) from None
         raise TargetError(
-            f"target.model {target.model}: transformers cannot read it: {_first_line(error)}",
+            f"target.model {target.model}: transformers cannot read it: {first_line(error)}",
             next_step="check the name, or download the model into a folder and name that",
         ) from None
 
@@ -90,7 +90,7 @@ def load_tokenizer(target: TargetConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments())
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(
-            f"target.model {target.model}: no usable tokenizer: {_first_line(error)}"
+            f"target.model {target.model}: no usable tokenizer: {first_line(error)}"
         ) from None
     if target.chat_template:
         try:
@@ -122,12 +122,12 @@ def load_model(target: TargetConfig, device: torch.device) -> Any:
         model = model.to(device)
     except torch.cuda.OutOfMemoryError as error:
         raise ResourceError(
-            f"the target does not fit on {device}: {_first_line(error)}",
+            f"the target does not fit on {device}: {first_line(error)}",
             next_step="`python -m trainer check` prints what it needs",
         ) from None
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise TargetError(
-            f"target.model {target.model}: its weights cannot be loaded: {_first_line(error)}"
+            f"target.model {target.model}: its weights cannot be loaded: {first_line(error)}"
         ) from None
     return freeze(model)
 
@@ -347,10 +347,6 @@ def check_taps(model: Any, layer_ids: Sequence[int]) -> None:
                 f"{type(model).__name__}: the output of layer {layer_id} is not"
                 f" hidden_states[{layer_id + 1}]; this architecture cannot be tapped"
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
 
 
 def cache_argument(model: Any) -> str:

@@ -167,8 +167,13 @@ def test_lock_counts_are_part_of_it() -> None:
     job = Job(job.batches, job.make_target, job.make_drafter, job.event, lock)
     with running(job, 1, 1) as executor:
         known = executor.step(0).telemetry
+    inline = InlineExecutor(job, torch.device("cpu"))
+    inline.start()
+    alone = inline.step(0).telemetry
+    inline.close()
     lock.close()
-    assert known["recompiles"] == 0 and known["lock_waits"] == 0
+    for counts in (known, alone):
+        assert counts["recompiles"] == 0 and counts["lock_waits"] == 0
 
 
 # -- failure --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import DataError
+from trainer.errors import DataError, first_line
 from trainer.packaged import PACKAGE, packaged_file
 
 ROLES = {"system", "user", "assistant", "tool"}
@@ -92,7 +92,10 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
                 except json.JSONDecodeError as error:
                     yield where, Rejection(where, f"not JSON: {error.msg} at column {error.colno}")
     except (OSError, EOFError) as error:
-        raise DataError(f"cannot read {file} after line {number}: {error}") from None
+        raise DataError(
+            f"cannot read {file} after line {number}: {error}",
+            next_step="fetch or write the file again",
+        ) from None
 
 
 def _parquet_lines(file: Path) -> Iterator[tuple[str, Any]]:
@@ -110,8 +113,10 @@ def _parquet_lines(file: Path) -> Iterator[tuple[str, Any]]:
             yield f"{file.name}:{number}", row
     except (OSError, ValueError) as error:
         # pyarrow's errors about a file are both.
-        text = str(error).splitlines()[0]
-        raise DataError(f"cannot read {file} after row {number}: {text}") from None
+        raise DataError(
+            f"cannot read {file} after row {number}: {first_line(error)}",
+            next_step="fetch or write the file again",
+        ) from None
 
 
 def parse_line(value: Any, where: str, template: str) -> Conversation | Rejection:

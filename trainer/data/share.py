@@ -9,7 +9,6 @@ node that has the same prepared folder already (a shared one, or of an earlier r
 from __future__ import annotations
 
 import json
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import rendezvous
 
 from trainer.config import TrainConfig, digest
 from trainer.data.prepare import HELD_OUT_PROMPTS, REPORT, Prepared, load_prepared
-from trainer.errors import DataError, ResourceError, TrainerError
+from trainer.errors import DataError, ResourceError, TrainerError, first_line
 from trainer.pipeline.place import Place
+from trainer.pipeline.torchrun import job_store
 
 MADE = "made"
 LOOK_S = 0.5
@@ -42,9 +41,7 @@ class LeaderGoneError(TrainerError):
 def share_data(config: TrainConfig, folder: Path, place: Place, made: Prepared | None) -> Prepared:
     """For the first drafter of every node of several: ``made`` on the leading one, null elsewhere.
     Returns the data, equal on all."""
-    store, _, _ = next(rendezvous("env://"))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"dflash-data/{attempt}", store)
+    store = job_store("dflash-data")
     if made is not None:
         files = {name: (folder / name).stat().st_size for name in file_names(folder)}
         told: dict[str, Any] = {
@@ -83,7 +80,7 @@ def _await(store: Any) -> dict[str, Any]:
         told: dict[str, Any] = json.loads(store.get(MADE))
     except RuntimeError as error:
         raise LeaderGoneError(
-            f"the leading node went away before the data was made: {str(error).splitlines()[0]}",
+            f"the leading node went away before the data was made: {first_line(error)}",
             next_step="look at the run on the first node",
         ) from None
     return told

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, named_line
 from trainer.pipeline.stages import EventSink
 
 GRACE_S = 30.0
@@ -109,10 +109,6 @@ class Board:
         if self.failure is not None or self.closed:
             raise Halted
 
-    def notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
     def fail(self, stage: str, error: BaseException) -> None:
         """Record the first cause and wake everybody; later ones are its noise."""
         with self.changed:
@@ -121,7 +117,7 @@ class Board:
             self.failure = Failure(stage, error)
             self.changed.notify_all()
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        self.event("failed", stage=stage, error=_one_line(error), traceback=text)
+        self.event("failed", stage=stage, error=named_line(error), traceback=text)
 
     def close(self) -> None:
         with self.changed:
@@ -179,8 +175,3 @@ class Watchdog(threading.Thread):
 
 def _position(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "thread has ended"
-
-
-def _one_line(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"

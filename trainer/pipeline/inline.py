@@ -54,7 +54,9 @@ class InlineExecutor:
             total = sums if total is None else total + sums
         assert total is not None
         norm = self.drafter.update(index, total)
-        return StepResult(step=index, sums=total, gradient_norm=norm, tokens=tokens)
+        lock = self.job.compile_lock
+        telemetry = {} if lock is None else lock.stats().telemetry()
+        return StepResult(index, total, norm, tokens, telemetry)
 
     def _features(self, batch: Batch) -> torch.Tensor:
         return self.target.features(batch).to(self.device)

@@ -18,10 +18,8 @@ backward has launched what completes it (``buckets.py``).
 from __future__ import annotations
 
 import json
-import os
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -29,26 +27,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import rendezvous
 
-from trainer.buckets import Finished
-from trainer.errors import ConfigError, TrainerError
-from trainer.pipeline.allreduce import AllReduce
-from trainer.pipeline.device import Fence, Meter, poll
-from trainer.pipeline.gauge import Gauge, Usage
+from trainer.errors import ConfigError, TrainerError, named_line
+from trainer.pipeline.gauge import Usage
+from trainer.pipeline.parts import DrafterPart, TargetPart
 from trainer.pipeline.place import Deal, Place
 from trainer.pipeline.plan import Plan
-from trainer.pipeline.reduce import compare_fingerprints, fingerprint
 from trainer.pipeline.round import Round
-from trainer.pipeline.stages import (
-    SCALARS,
-    DrafterStage,
-    Job,
-    ReadCheckpoint,
-    StepResult,
-    TargetStage,
-)
+from trainer.pipeline.stages import DrafterStage, Job, ReadCheckpoint, StepResult
+from trainer.pipeline.torchrun import job_store
 
 FAILURE_KEY = "first-failure"
 BUFFERS = 2
@@ -69,7 +56,7 @@ class ProcessesExecutor:
         names = (*plan.targets, *plan.drafters)
         self.device = torch.device(names[self.place.local_rank])
         self.deal = Deal(self.place, job.batches.slots)
-        self.part: _TargetPart | _DrafterPart
+        self.part: TargetPart | DrafterPart
         self._closing = ExitStack()
         self._first: int | None = None
         self.round = Round(self.place)
@@ -84,10 +71,8 @@ class ProcessesExecutor:
         # Without device_id: pairs then get communicators of their own, and a receive that waits
         # for its target cannot stand in the way of the drafters' sum.
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        store, rank, world = next(rendezvous("env://"))
-        # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = dist.PrefixStore(f"dflash/{attempt}", store)
+        self.store = job_store("dflash")
+        rank, world = self.place.rank, self.place.world
         dist.init_process_group(
             backend, store=self.store, rank=rank, world_size=world, timeout=limit
         )
@@ -113,11 +98,13 @@ class ProcessesExecutor:
         if self.place.is_target:
             target = self.job.make_target(self.device)
             mine = (target.feature_width, target.dtype)
-            self.part = _TargetPart(self, target)
+            self.part = TargetPart(target, self.job, self.deal, self.device)
         else:
             drafter = self._make_drafter(among)
             mine = None
-            self.part = _DrafterPart(self, drafter, among)
+            self.part = DrafterPart(
+                drafter, self.job, self.plan, self.deal, self.round, self.device, among
+            )
         told: list[Any] = [None] * self.place.world
         dist.all_gather_object(told, (mine, self.job.key), group=everybody)
         refuse_other_data(self.place, [key for _, key in told])
@@ -152,7 +139,7 @@ class ProcessesExecutor:
         alone."""
         if self.place.is_target or not (self.place.leads or self.plan.sharded):
             return {}
-        assert isinstance(self.part, _DrafterPart)
+        assert isinstance(self.part, DrafterPart)
         with self._first_cause():
             state = self.part.stage.state()
         return state if self.place.leads else {}
@@ -164,7 +151,7 @@ class ProcessesExecutor:
             dist.broadcast_object_list(found, src=self.place.leader, group=self.round.group)
             if found[0] is None:
                 return 0, None
-            if isinstance(self.part, _DrafterPart):
+            if isinstance(self.part, DrafterPart):
                 if loaded is not None:
                     self.part.stage.load(loaded.state)
                 self.part.share_state()
@@ -193,7 +180,8 @@ class ProcessesExecutor:
             first = self._report(error)
             if first is None:
                 raise PeerFailedError(
-                    f"a rank went away or hangs, and left no reason; seen here as: {_line(error)}",
+                    "a rank went away or hangs, and left no reason; seen here as:"
+                    f" {named_line(error)}",
                     next_step="torchrun's summary names the rank that ended first and its signal",
                 ) from error
             if first["rank"] == self.place.rank:
@@ -210,7 +198,7 @@ class ProcessesExecutor:
         mine = {
             "rank": self.place.rank,
             "stage": self.place.name,
-            "error": _line(error),
+            "error": named_line(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
         try:
@@ -244,161 +232,3 @@ def lost_peer(error: Exception) -> bool:
         return False
     text = str(error)
     return isinstance(error, dist.DistError) or "onnection" in text or "imed out" in text
-
-
-def _line(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"
-
-
-class _TargetPart:
-    """A target rank's side of a step: forward, send."""
-
-    def __init__(self, owner: ProcessesExecutor, stage: TargetStage) -> None:
-        self.stage = stage
-        self.place, self.deal, self.job = owner.place, owner.deal, owner.job
-        self.device = owner.device
-        self.buffers: list[Tensor] = []
-        self._sends: deque[Any] = deque()
-        self._made = 0
-        self.meter = Meter(self.device)
-
-    def warm_up(self) -> None:
-        batch = self.job.batches(0, 0)
-        for drafter in range(self.place.drafters):
-            self.stage.features(batch, self.buffers[0])
-            dist.send(self.buffers[0], self.place.drafter_rank(drafter))
-
-    def step(self, index: int, turn: int, more: bool) -> StepResult:
-        tokens = 0
-        for slot, target, drafter, _ in self.deal.of_step(turn):
-            if target != self.place.index:
-                continue
-            batch = self.job.batches(index, slot)
-            tokens += batch.context_tokens()
-            if self.device.type == "cuda":
-                batch = batch.pin_memory()
-            self._send(batch, self.place.drafter_rank(drafter))
-        # The sums are the drafters' to know; this rank reports nothing.
-        return StepResult(index, torch.zeros(SCALARS), torch.zeros(()), tokens)
-
-    def _send(self, batch: Any, rank: int) -> None:
-        if len(self._sends) == len(self.buffers):
-            self._sends.popleft().wait()
-        buffer = self.buffers[self._made % len(self.buffers)]
-        self.meter.begin()
-        self.stage.features(batch, buffer)
-        self.meter.end()
-        self._sends.append(dist.isend(buffer, rank))
-        self._made += 1
-
-
-class _DrafterPart:
-    """A drafter rank's side of a step: receive, accumulate, sum over all drafters, update."""
-
-    def __init__(self, owner: ProcessesExecutor, stage: DrafterStage, among: Any) -> None:
-        self.stage = stage
-        self.place, self.deal, self.job = owner.place, owner.deal, owner.job
-        self.device, self.plan = owner.device, owner.plan
-        self.among = among
-        self.buffers: list[Tensor] = []
-        self._receives: dict[int, Any] = {}
-        self._posted = 0
-        self._before: Fence | None = None
-        self.meter, self.gauge, self.round = Meter(self.device), Gauge(), owner.round
-        self.share = self.deal.per_node // self.place.drafters
-        alone = len(self.place.drafter_ranks()) == 1
-        buckets = stage.gradients() if alone else stage.buckets()
-        self.sum = AllReduce(buckets, among, self.device)
-
-    def warm_up(self) -> None:
-        batch = self.job.batches(0, 0)
-        for target in range(self.place.targets):
-            dist.recv(self.buffers[0], self.place.target_rank(target))
-        sums = self.stage.accumulate(batch, self.buffers[0])
-        self.stage.discard()
-        # NCCL connects at a group's first use, which would otherwise be within the first step.
-        dist.all_reduce(sums, group=self.among)
-        self._compare(0)
-
-    def share_state(self) -> None:
-        """Everybody's becomes the leading rank's."""
-        source = self.place.leader
-        self.stage.share(lambda tensor: dist.broadcast(tensor, source, group=self.among))
-
-    def step(self, index: int, turn: int, more: bool) -> StepResult:
-        """``more``: the next step is sure to run, so its features may be received already."""
-        mine = [
-            (slot, number)
-            for slot, _, drafter, number in self.deal.of_step(turn)
-            if drafter == self.place.index
-        ]
-        batches = [self.job.batches(index, slot) for slot, _ in mine]
-        tokens = torch.tensor([float(sum(b.context_tokens() for b in batches))])
-        end = self.share * (turn + (2 if more else 1))
-        total: Tensor | None = None
-        for batch, (_, number) in zip(batches, mine, strict=True):
-            # Only the step's last backward pass leaves gradients as they are to be summed.
-            finished = self.sum.finished if number == mine[-1][1] else None
-            sums = self._accumulate(batch, number, end, finished)
-            total = sums if total is None else total + sums
-        assert total is not None
-        self.sum.rest(total)
-        norm = self._update(index, total)
-        if (index + 1) % self.plan.check_equal_every == 0:
-            self._compare(index + 1)
-        count = self._sum_tokens(tokens)
-        return StepResult(index, total, norm, count, self._telemetry(count))
-
-    def _accumulate(self, batch: Any, number: int, end: int, finished: Finished | None) -> Tensor:
-        self._post(min(number + len(self.buffers), end))
-        self._receives.pop(number).wait()
-        if self.device.type == "cuda":
-            batch = batch.pin_memory()
-        self.meter.begin()
-        sums = self.stage.accumulate(batch, self.buffers[number % len(self.buffers)], finished)
-        self.meter.end()
-        return sums
-
-    def _post(self, end: int) -> None:
-        """Receives of this drafter's microbatches below ``end``. On a GPU they start when what has
-        been launched so far, the slot's previous use included, is done."""
-        while self._posted < end:
-            number = self._posted
-            t = number * self.place.drafters + self.place.index
-            source = self.place.target_rank(t % self.place.targets)
-            buffer = self.buffers[number % len(self.buffers)]
-            self._receives[number] = dist.irecv(buffer, source)
-            self._posted += 1
-
-    def _update(self, index: int, total: Tensor) -> Tensor:
-        self.meter.begin()
-        norm = self.stage.update(index, total)
-        done = self.meter.end()
-        if self._before is not None:
-            poll(self._before, lambda: None)
-        self._before = done
-        return norm
-
-    def _sum_tokens(self, tokens: Tensor) -> int:
-        dist.all_reduce(tokens, group=self.among)
-        return int(tokens)
-
-    def _compare(self, step: int) -> None:
-        mine = fingerprint(self.stage.weights())
-        everyone: list[Any] = [None] * len(self.place.drafter_ranks())
-        dist.all_gather_object(everyone, mine, group=self.among)
-        compare_fingerprints(everyone, step)
-
-    def _telemetry(self, tokens: int) -> dict[str, float]:
-        queue = sum(work.is_completed() for work in self._receives.values())
-        waited = self.sum.waited_s()
-        found = self.gauge.read(
-            tokens, queue, self.round.targets, self.round.drafters, sum_wait_s=waited
-        )
-        if self.job.compile_lock is not None:
-            stats = self.job.compile_lock.stats()
-            found["recompiles"] = stats.recompiles
-            found["lock_waits"] = stats.waits
-            found["lock_wait_s"] = round(stats.wait_s, 4)
-        return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.pipeline.gauge import Usage
 from trainer.pipeline.place import Place
+from trainer.stopping import SIGNALS
 
 
 class Round:
@@ -21,8 +22,6 @@ class Round:
     The round of step k is counted at the end of step k+1; if a rank had a signal, step k+2 is the
     last of all.
     """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, place: Place) -> None:
         self.group: Any = None
@@ -40,7 +39,7 @@ class Round:
             return self._signal
         told = torch.zeros(8, dtype=torch.float64)
         if received is not None:
-            told[self.SIGNALS.index(signal.Signals(received))] = 1
+            told[SIGNALS.index(signal.Signals(received))] = 1
         first = 2 if self._place.is_target else 5
         told[first : first + 3] = torch.tensor([usage.busy_s, usage.idle_s, usage.memory_gb])
         self._counting.append((dist.all_reduce(told, group=self.group, async_op=True), told))
@@ -53,6 +52,6 @@ class Round:
     def _read(self, counted: list[float]) -> None:
         self.targets = Usage(self.targets.workers, *counted[2:5])
         self.drafters = Usage(self.drafters.workers, *counted[5:8])
-        for number, votes in zip(self.SIGNALS, counted, strict=False):
+        for number, votes in zip(SIGNALS, counted, strict=False):
             if votes:
                 self._signal, self.next_is_last = int(number), True

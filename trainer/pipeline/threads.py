@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -182,8 +184,13 @@ class ThreadsExecutor:
     def _workers(self) -> list[Worker]:
         return [*self.targets, *self.drafters, *self.summers]
 
-    def _first_cause(self) -> _FirstCause:
-        return _FirstCause(self.board)
+    @contextmanager
+    def _first_cause(self) -> Iterator[None]:
+        """In the main thread: the first cause of a failure instead of ``Halted``."""
+        try:
+            yield
+        except Halted:
+            self.board.raise_failure()
 
     # -- telemetry --------------------------------------------------------------------------------
 
@@ -198,27 +205,10 @@ class ThreadsExecutor:
             sum_wait_s=self._sum_wait_s(),
         )
         if self.job.compile_lock is not None:
-            stats = self.job.compile_lock.stats()
-            found["recompiles"] = stats.recompiles
-            found["lock_waits"] = stats.waits
-            found["lock_wait_s"] = round(stats.wait_s, 4)
+            found |= self.job.compile_lock.stats().telemetry()
         return found
 
     def _sum_wait_s(self) -> float | None:
         if not self.summers:
             return None
         return sum(d.sum_wait.busy_s for d in self.drafters) / len(self.drafters)
-
-
-class _FirstCause:
-    """Turns ``Halted`` in the main thread into the first cause."""
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Halted):
-            self._board.raise_failure()

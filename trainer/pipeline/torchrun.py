@@ -1,4 +1,4 @@
-"""Starting one's own ranks: `python -m trainer train` becomes torchrun where the executor needs it.
+"""torchrun: becoming it where the executor needs ranks, and meeting in its store.
 
 The plan knows how many ranks a node has, and only where the devices are. So nobody else need know:
 `dflashctl launch --config` starts the same command for every executor.
@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch.distributed import rendezvous
 
 from trainer.config import TrainConfig
 from trainer.outlook import plan_run
@@ -41,6 +44,13 @@ def command(
         ]
     launcher = [sys.executable, "-m", "torch.distributed.run", *where]
     return [*launcher, "--nproc-per-node", str(ranks), "-m", "trainer", *arguments]
+
+
+def job_store(name: str) -> dist.Store:
+    """The store where all ranks meet. It outlives a restart, and in it the addresses of ranks that
+    are gone: each attempt has a part of its own."""
+    store, _, _ = next(rendezvous("env://"))
+    return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def become_torchrun(config: TrainConfig, arguments: Sequence[str]) -> None:
