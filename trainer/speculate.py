@@ -35,6 +35,7 @@ class Decoded:
     accepted: list[int] = field(default_factory=list)
     """Accepted drafts of each pass, cut likewise."""
     offered: list[int] = field(default_factory=list)
+    """Drafts that each pass judged; those behind the end of the sequence were not."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,8 @@ def decode_speculatively(
         left = limits.max_new_tokens - len(made)
         slots = min(config.block_size, left + 1)
         before = target.length
-        proposal = (
-            session.propose(made[-1], slots, temperature=limits.temperature, generator=generator)
-            if slots > 1
-            else Proposal(torch.empty(0, dtype=torch.long), None)
+        proposal = session.propose(
+            made[-1], slots, temperature=limits.temperature, generator=generator
         )
         drafts: list[int] = proposal.tokens.tolist()
         logits, features = target.forward([made[-1], *drafts], len(drafts) + 1)
@@ -132,7 +131,7 @@ def decode_speculatively(
         made += fresh
         result.yields.append(len(fresh))
         result.accepted.append(min(accepted, len(fresh)))
-        result.offered.append(len(drafts))
+        result.offered.append(len(drafts) if accepted < len(fresh) else len(fresh))
         # The anchor and the accepted drafts stay; the target's own token is the next anchor.
         target.crop(before + len(fresh))
         assert features is not None

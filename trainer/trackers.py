@@ -18,7 +18,6 @@ from trainer.telemetry import EventLine, StepLine
 
 TOLD_EVENTS = ("resumed", "checkpoint", "evaluated", "recompile", "nonfinite", "finished", "failed")
 """Of the events: what one wants to see beside a curve."""
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 class Tracker(Protocol):
@@ -30,12 +29,12 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for one whose package is not installed."""
-    missing = [n for n in names if importlib.util.find_spec(PACKAGES[n]) is None]
+    """Raise ``ConfigError`` for one whose package, of the same name, is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"report_to names {', '.join(missing)}, which this interpreter does not have",
-            next_step=f"pip install {' '.join(PACKAGES[n] for n in missing)}, or leave it out",
+            next_step=f"pip install {' '.join(missing)}, or leave it out",
         )
 
 

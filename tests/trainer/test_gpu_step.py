@@ -52,7 +52,7 @@ def test_softmax_kernel_equals_plain_torch(
 
 
 def test_adamw_kernel_equals_torch_and_skips_a_bad_step() -> None:
-    from trainer.kernels.adamw import adamw_, adamw_factors
+    from trainer.kernels.adamw import adamw_, schedule_factors
 
     betas = {"beta1": 0.9, "beta2": 0.95}
     master = torch.randn(70_001, device="cuda")
@@ -62,13 +62,8 @@ def test_adamw_kernel_equals_torch_and_skips_a_bad_step() -> None:
     average, square = torch.zeros_like(master), torch.zeros_like(master)
 
     def step(number: int, coefficient: float, gradient: Tensor) -> None:
-        factors = adamw_factors(
-            torch.tensor(coefficient, device="cuda"),
-            step=number,
-            learning_rate=1e-2,
-            weight_decay=0.1,
-            **betas,
-        )
+        rest = schedule_factors(step=number, learning_rate=1e-2, weight_decay=0.1, **betas)
+        factors = torch.cat((torch.tensor([coefficient]), rest)).cuda()
         adamw_(copy, gradient, master, average, square, factors, **betas, epsilon=1e-8)
 
     for number in range(1, 4):

@@ -91,7 +91,10 @@ def test_decoding_ends_behind_a_stop_token_inside_a_block() -> None:
     oracle = Oracle(session.drafter, session.embedding, session.head)
     oracle.truth, oracle.right, oracle.prompt = free, 3, len(prompt)
     assert decode_plainly(model, prompt, Limits(20, stop)).tokens == free[:end]
-    assert decode_speculatively(model, oracle, prompt, Limits(20, stop)).tokens == free[:end]
+    drafted = decode_speculatively(model, oracle, prompt, Limits(20, stop))
+    assert drafted.tokens == free[:end]
+    # What the block offered behind the end was neither accepted nor refused.
+    assert drafted.offered == drafted.accepted
 
 
 def test_rejection_sampling_has_the_targets_distribution() -> None:

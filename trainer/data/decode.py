@@ -289,8 +289,7 @@ def _generator(request: Request) -> np.random.Generator | None:
 
 
 def _sample(logits: Tensor, rows: list[_Row]) -> Tensor:
-    """Nucleus sampling among the best ``SAMPLED_FROM`` tokens; [n, V] → i64 [n]."""
-    best = logits.float().topk(min(SAMPLED_FROM, logits.shape[-1]), dim=-1)
+    """A token for each row, [n, V] → i64 [n]."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=logits.device, dtype=torch.float32)[:, None]
@@ -298,12 +297,18 @@ def _sample(logits: Tensor, rows: list[_Row]) -> Tensor:
     heat = column([row.request.temperature for row in rows])
     top_p = column([row.request.top_p for row in rows])
     draw = column([row.generator.random() for row in rows if row.generator is not None])
-    probability = (best.values / heat).softmax(-1)
+    return nucleus(logits.float() / heat, top_p, draw)
+
+
+def nucleus(logits: Tensor, top_p: Tensor, draw: Tensor) -> Tensor:
+    """Nucleus sampling among the best ``SAMPLED_FROM`` tokens: f32 ``logits`` [n, V] over the
+    temperature, ``top_p`` and a uniform ``draw`` [n, 1] → i64 [n]."""
+    best = logits.topk(min(SAMPLED_FROM, logits.shape[-1]), dim=-1)
+    probability = best.values.softmax(-1)
     before = probability.cumsum(-1) - probability
-    probability = torch.where(before < top_p, probability, 0.0)
-    total = probability.cumsum(-1)
+    total = torch.where(before < top_p, probability, 0.0).cumsum(-1)
     place = (total < draw * total[:, -1:]).sum(-1, keepdim=True)
-    return best.indices.gather(-1, place.clamp(max=best.indices.shape[-1] - 1))[:, 0]
+    return best.indices.gather(-1, place.clamp(max=total.shape[-1] - 1))[:, 0]
 
 
 def _left(x: Tensor, width: int, dim: int) -> Tensor:

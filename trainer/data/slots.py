@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.data.decode import SAMPLED_FROM, Completion, GrowingLayer, Request, alike
+from trainer.data.decode import Completion, GrowingLayer, Request, alike, nucleus
 from trainer.errors import TargetError
 from trainer.graphs import Recorded
 from trainer.target import cache_argument, decoder_layers
@@ -207,20 +207,13 @@ class SlotDecoder:
         self._active &= ~ended
 
     def _draw(self, logits: Tensor) -> Tensor:
-        """Sampled tokens, i64 [R]; under top_p among the best ``SAMPLED_FROM``."""
+        """Sampled tokens, i64 [R]; under top_p as ``nucleus`` does."""
         scaled = logits.float() / self._heat.clamp(min=1e-6)[:, None]
-        if not self._nucleus:
-            total = scaled.softmax(-1).cumsum(-1)
-            threshold = uniform(self._key, self._place)[:, None] * total[:, -1:]
-            return (total < threshold).sum(-1).clamp(max=total.shape[-1] - 1)
-        best = scaled.topk(min(SAMPLED_FROM, scaled.shape[-1]), dim=-1)
-        probability = best.values.softmax(-1)
-        before = probability.cumsum(-1) - probability
-        probability = torch.where(before < self._top_p[:, None], probability, 0.0)
-        total = probability.cumsum(-1)
-        threshold = uniform(self._key, self._place)[:, None] * total[:, -1:]
-        index = (total < threshold).sum(-1, keepdim=True).clamp(max=total.shape[-1] - 1)
-        return best.indices.gather(-1, index)[:, 0]
+        draw = uniform(self._key, self._place)[:, None]
+        if self._nucleus:
+            return nucleus(scaled, self._top_p[:, None], draw)
+        total = scaled.softmax(-1).cumsum(-1)
+        return (total < draw * total[:, -1:]).sum(-1).clamp(max=total.shape[-1] - 1)
 
     @contextlib.contextmanager
     def _attention(self) -> Iterator[None]:

@@ -41,9 +41,8 @@ class GroupedDynamicCausalConv(nn.Module):
         rows, slots, width = hidden.shape
         groups = width // self.group_size
         delta = self.kernel_projection(hidden).view(rows, slots, 2, self.kernel_size, groups)
-        return self._convolve(hidden, delta[:, :, 0], self.base_kernel[0], block_size), delta[
-            :, :, 1
-        ]
+        before, after = delta.unbind(2)
+        return self._convolve(hidden, before, self.base_kernel[0], block_size), after
 
     def finish(self, hidden: Tensor, delta: Tensor, block_size: int) -> Tensor:
         """The sublayer's output [b, n·B, H], convolved."""

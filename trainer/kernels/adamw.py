@@ -57,7 +57,7 @@ def _adamw_kernel(
 def schedule_factors(
     *, step: int, learning_rate: float, weight_decay: float, beta1: float, beta2: float
 ) -> Tensor:
-    """f32 [3] on the CPU: the part of ``adamw_factors`` that the host knows beforehand."""
+    """f32 [3] on the CPU: the factors of ``adamw_`` that the host knows. ``step`` counts from 1."""
     return torch.tensor(
         [
             learning_rate / (1 - beta1**step),
@@ -65,30 +65,6 @@ def schedule_factors(
             (1 - beta2**step) ** -0.5,
         ]
     )
-
-
-def adamw_factors(
-    coefficient: Tensor,
-    *,
-    step: int,
-    learning_rate: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-) -> Tensor:
-    """f32 [4] on ``coefficient``'s device: what ``adamw_`` multiplies by, besides the betas.
-
-    ``coefficient`` (0-d) scales the gradient: clip factor / weight sum. Non-finite: the step leaves
-    everything as it was. ``step`` counts from 1.
-    """
-    rest = schedule_factors(
-        step=step,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        beta1=beta1,
-        beta2=beta2,
-    )
-    return torch.cat((coefficient.detach().float().reshape(1), rest.to(coefficient.device)))
 
 
 def adamw_(
@@ -106,7 +82,9 @@ def adamw_(
     """One AdamW step (decoupled decay) of one tensor, in place; all contiguous, of equal size.
 
     ``master``, ``average``, ``square`` are f32; ``copy`` receives the new master in its own type.
-    ``factors`` come from ``adamw_factors``. The formula is ``torch.optim.AdamW``'s.
+    ``factors`` f32 [4] on their device: what scales the gradient (clip factor / weight sum; not
+    finite: the step leaves everything as it was), then ``schedule_factors``. The formula is
+    ``torch.optim.AdamW``'s.
     """
     count = master.numel()
     _adamw_kernel[(triton.cdiv(count, BLOCK),)](
