@@ -111,7 +111,7 @@ class OptimizationConfig(Section):
     epsilon: float = Field(1e-8, gt=0)
     """AdamW's guard against division by zero, its usual value."""
     weight_decay: float = Field(0.0, ge=0)
-    """On matrices only; norm weights are never decayed."""
+    """On matrices only; norm weights and DFlash2's base kernels are never decayed."""
     clip: float = Field(1.0, gt=0)
     """Limit of the gradient's global norm."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -51,6 +51,12 @@ def clipped(norm: Tensor, sums: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     return norm, torch.where(norm.isfinite(), factor, torch.nan)
 
 
+def decays(parameter: Tensor) -> bool:
+    """Whether weight decay is for it: for matrices. Norm weights and DFlash2's base kernels are
+    gains, the latter of three axes, and would be drawn from 1 towards silence."""
+    return parameter.ndim == 2
+
+
 class MasterAdamW:
     """The optimizer of one replica; AdamW, and Muon for hidden matrices if the config says so.
     ``module`` is on its device already."""
@@ -70,8 +76,8 @@ class MasterAdamW:
         found = {n: p for n, p in module.named_parameters() if p.requires_grad}
         named = [(n, found[n]) for n in (order or found)]
         muon = hidden_matrices(module) if config.optimizer == "muon" else set()
-        matrices = [(n, p) for n, p in named if p.ndim >= 2 and n not in muon]
-        others = [(n, p) for n, p in named if p.ndim < 2]
+        matrices = [(n, p) for n, p in named if decays(p) and n not in muon]
+        others = [(n, p) for n, p in named if not decays(p)]
         self.groups = [
             FlatGroup(part, decay, dtype)
             for part, decay in ((matrices, config.weight_decay), (others, 0.0))

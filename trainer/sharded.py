@@ -39,7 +39,7 @@ from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter, Layer
 from trainer.head_loss import HeadLoss
 from trainer.objective import DrafterLoss, FrozenTarget
-from trainer.optimize import clipped, learning_rate
+from trainer.optimize import clipped, decays, learning_rate
 from trainer.pipeline.stages import WEIGHT_SUM, Sums
 from trainer.replica import Compile, new_drafter
 from trainer.target import compute_dtype
@@ -188,7 +188,7 @@ class ShardedAdamW:
             "average": {n: cast(DTensor, torch.zeros_like(p)) for n, p in masters.items()},
             "square": {n: cast(DTensor, torch.zeros_like(p)) for n, p in masters.items()},
         }
-        self.decays = {n: config.weight_decay if p.ndim >= 2 else 0.0 for n, p in masters.items()}
+        self.decays = {n: config.weight_decay if decays(p) else 0.0 for n, p in masters.items()}
         self.device = next(iter(masters.values())).device
         self.skipped = torch.zeros((), device=self.device)
         self._done = torch.zeros(len(masters), device=self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_drafter import SECOND, noisy_drafter, tiny_config
 from torch import nn
 
 from trainer.config import OptimizationConfig
@@ -129,6 +130,16 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(broken: str, k
             assert torch.equal(value, after[kind][name]), (kind, name)
     assert (before["skipped"], after["skipped"]) == (0, 1)
     assert not any(gradient.any() for gradient in optimizer.gradients())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_decay_leaves_norms_and_base_kernels_where_they_are(kind: str) -> None:
+    drafter = noisy_drafter(tiny_config(dflash2=SECOND))
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    optimizer = MasterAdamW(drafter, settings(optimizer=kind), 10, torch.float32)
+    optimizer.step(0, sums_of(1.0))  # the gradients are zero
+    for name, parameter in drafter.named_parameters():
+        assert parameter.equal(before[name]) == ("norm" in name or "base_kernel" in name), name
 
 
 def test_a_step_without_a_valid_anchor_divides_by_nothing() -> None:
