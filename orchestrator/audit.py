@@ -6,17 +6,15 @@ opens beside the action itself, so that the line costs next to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import ConnectionLost, DflashctlError, UnreachableError
-from orchestrator.fleet import Fleet, Opening
+from orchestrator.fleet import Fleet, Notice, Opening
 from orchestrator.launch import whoami
 from orchestrator.target import Target
-
-Notice = Callable[[str], None]
 
 
 @contextmanager

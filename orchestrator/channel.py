@@ -11,7 +11,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator import agent_failure, pct
@@ -107,12 +106,7 @@ class AgentChannel:
     def __enter__(self) -> AgentChannel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from orchestrator import head_start, pct
+from orchestrator import head_start, login_failure, pct
 from orchestrator.errors import (
     AuthenticationFailed,
     ConnectionLost,
     DflashctlError,
     HostUnreachable,
 )
-from orchestrator.route import CONNECT_S, Route, find_route
+from orchestrator.route import CONNECT_S, find_route
 
 if TYPE_CHECKING:
     import paramiko
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 LOGIN_AGAIN_S = (1.0, 2.0)
 # After this a person wants to know what is waited for.
 PATIENCE_S = 1.0
-SLOW = "try again; the network loses packets, or the host is overloaded"
 # sshd's MaxSessions is 10 by default; two are left to the user's own terminals.
 CHANNELS = 8
 # sshd counts a session until its processes are gone, a moment after we have closed it.
@@ -50,6 +47,7 @@ SHELL_ASKED = ("sh", "-c", f"echo {SHELL_MARK.decode().strip()}; cat")
 SHELL_S = 5.0
 
 Notice = Callable[[str], None]
+"""Tells a person one line."""
 
 
 class HostConnection:
@@ -81,12 +79,7 @@ class HostConnection:
     def __enter__(self) -> HostConnection:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def open(self) -> Connection:
@@ -216,7 +209,7 @@ class HostConnection:
         if str(error).startswith("Timeout opening channel"):
             return HostUnreachable(
                 f"the host opened no session within {CONNECT_S} s",
-                next_step=SLOW,
+                next_step=login_failure.SLOW,
                 host=self.host.name,
             )
         reason = f": {error}" if error and str(error) else ""
@@ -257,15 +250,15 @@ class HostConnection:
         try:
             return begun.connection() if begun else dial(route, self.host.name)
         except paramiko.AuthenticationException as error:
-            if _cut_short(error) or _too_slow(error) or not self._can_ask():
-                raise refusal(error, route, self.host.name) from error
+            if not login_failure.is_verdict(error) or not self._can_ask():
+                raise login_failure.explain(error, route, self.host.name) from error
             secret = getpass.getpass(f"password or passphrase for {route.user}@{route.place}: ")
         except (paramiko.SSHException, OSError, EOFError) as error:
-            raise refusal(error, route, self.host.name) from error
+            raise login_failure.explain(error, route, self.host.name) from error
         try:
             return dial(route, self.host.name, secret)
         except (paramiko.SSHException, OSError, EOFError) as error:
-            raise refusal(error, route, self.host.name) from error
+            raise login_failure.explain(error, route, self.host.name) from error
 
     def _can_ask(self) -> bool:
         # In the main thread only: Ctrl-C at a prompt elsewhere would leave the terminal mute.
@@ -280,106 +273,6 @@ def _close(connection: Connection | str | None) -> None:
         connection = connection.gateway
 
 
-CUTS = (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
-CUT_WORDS = ("saw EOF", "Negotiation failed", "Server connection dropped")
-
-
-def refusal(error: BaseException, route: Route, name: str) -> DflashctlError:
-    """What went wrong while connecting, as this tool's own error."""
-    import paramiko
-
-    from orchestrator import host_keys
-
-    if isinstance(error, paramiko.BadHostKeyException):
-        return host_keys.mismatch(error, route, name)
-    if isinstance(error, host_keys.UnknownKey):
-        return host_keys.unknown(error, route, name)
-    if isinstance(error, paramiko.PasswordRequiredException):
-        return AuthenticationFailed(
-            "the key is protected by a passphrase, and nobody is there to ask",
-            next_step="load it first: ssh-add",
-            host=name,
-        )
-    if _cut_short(error):
-        return ConnectionLost(
-            f"the connection to {route.place} ended during the login",
-            next_step="try again; if it ends there each time, sshd has seen enough keys "
-            "(MaxAuthTries): set `identity_file` of the host in the inventory; or it drops new "
-            "connections (MaxStartups), or no SSH server listens on that port",
-            host=name,
-        )
-    if _too_slow(error):
-        return HostUnreachable(
-            f"{route.place} did not answer the login within {CONNECT_S} s",
-            next_step=SLOW,
-            host=name,
-        )
-    if isinstance(error, paramiko.AuthenticationException):
-        return _auth_refused(route, name)
-    if isinstance(error, socket.gaierror):
-        return HostUnreachable(
-            f"no such host name: {route.hostname}",
-            next_step="check the spelling, or give the address; aliases of the ssh config work too",
-            host=name,
-        )
-    if isinstance(error, (ConnectionRefusedError, paramiko.ssh_exception.NoValidConnectionsError)):
-        return HostUnreachable(
-            f"{route.place} refused the connection: no SSH server listens there",
-            next_step="check the port, and that sshd runs on the host",
-            host=name,
-        )
-    if isinstance(error, TimeoutError):
-        return HostUnreachable(
-            f"no answer from {route.place} within {CONNECT_S} s",
-            next_step="check that the host is up, and the network or VPN to it",
-            host=name,
-        )
-    if isinstance(error, paramiko.SSHException) and "No authentication methods" in str(error):
-        return _auth_refused(route, name)
-    # "No existing session": the handshake did not come to its end in time.
-    silent = "banner" in str(error) or "No existing session" in str(error)
-    if isinstance(error, paramiko.SSHException) and silent:
-        return HostUnreachable(
-            f"{route.place} accepted the connection, but no SSH server spoke within {CONNECT_S} s",
-            next_step=f"{SLOW}; or check the port",
-            host=name,
-        )
-    reason = str(error) or type(error).__name__
-    return HostUnreachable(
-        f"cannot connect to {route.place}: {reason}",
-        next_step=f"try by hand: ssh -p {route.port} {route.user}@{route.hostname} true",
-        host=name,
-    )
-
-
-def _auth_refused(route: Route, name: str) -> AuthenticationFailed:
-    offered = [str(path) for path in route.identities]
-    if route.use_agent:
-        offered.append("the ssh agent's keys")
-    tried = ", ".join(offered) or "no key: none was found"
-    return AuthenticationFailed(
-        f"{route.place} refused user {route.user} (offered: {tried})",
-        next_step=f"ssh-copy-id -p {route.port} {route.user}@{route.hostname}, or set `user` and "
-        "`identity_file` of the host in the inventory",
-        host=name,
-    )
-
-
-def _cut_short(error: BaseException) -> bool:
-    """Whether the link was there and was lost, which paramiko tells in as many ways as a login has
-    moments: as a failed authentication, as a banner that cannot be read, as no session."""
-    said = str(error)
-    if "banner" in said:
-        # Its own error stands behind, without a word: an end, or a time-out.
-        error = error.__context__ or error
-    return isinstance(error, CUTS) or any(words in said for words in CUT_WORDS)
-
-
-def _too_slow(error: BaseException) -> bool:
-    """And so it calls an answer that did not come in time: no key was refused."""
-    return "Authentication timeout" in str(error)
-
-
 def _refused_a_session(error: BaseException) -> bool:
     """Of several threads that are refused at once, paramiko tells only one the reason."""
     import paramiko
@@ -390,7 +283,7 @@ def _refused_a_session(error: BaseException) -> bool:
 class Session:
     """One command on the host: raw bytes both ways. Its reader must drain both streams."""
 
-    def __init__(self, channel: paramiko.Channel, on_close: Any) -> None:
+    def __init__(self, channel: paramiko.Channel, on_close: Callable[[], None]) -> None:
         self._channel = channel
         self._on_close = on_close
         self._closed = threading.Lock()
@@ -426,9 +319,7 @@ class Session:
 
     def close(self) -> None:
         if self._closed.acquire(blocking=False):
-            try:
+            # The connection under it may be gone already.
+            with contextlib.suppress(OSError, EOFError):
                 self._channel.close()
-            except (OSError, EOFError):
-                # The connection under it is gone already.
-                pass
             self._on_close()

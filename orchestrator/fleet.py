@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from orchestrator import pct
 from orchestrator.agent import loader
 from orchestrator.channel import START_S, AgentChannel, Link
-from orchestrator.connection import CHANNELS, HostConnection
+from orchestrator.connection import CHANNELS, HostConnection, Notice
 from orchestrator.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 # and for a second verb.
 KEPT = CHANNELS - 2
 OF_THE_LINK = (HostUnreachable, AuthenticationFailed, HostKeyMismatch, ConnectionLost)
-
-Notice = Callable[[str], None]
 
 
 def agent_argv(target: Target) -> list[str]:
@@ -142,12 +139,7 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def connection(self, host: HostTarget) -> HostConnection:

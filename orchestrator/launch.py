@@ -9,7 +9,7 @@ from __future__ import annotations
 import getpass
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +26,7 @@ from orchestrator.errors import (
     TransferError,
     UsageError,
 )
-from orchestrator.fleet import Fleet, Opening
+from orchestrator.fleet import Fleet, Notice, Opening
 from orchestrator.laptop_path import did_you_mean
 from orchestrator.reconnect import reconnecting
 from orchestrator.release import Arrivals, Progress, Push, Release
@@ -36,8 +36,6 @@ from orchestrator.target import HostTarget, Target
 START_SCRIPT = "start_training.sh"
 # Nothing was started, for certain.
 REFUSALS = (RefusedError, UsageError, TransferError, NotFoundError)
-
-Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Transport(Paramiko):
 def dial(route: Route, name: str, secret: str | None = None) -> Connection:
     """An open connection.
 
-    :raises Exception: paramiko's or the system's: ``connection.refusal`` tells what it means.
+    :raises Exception: paramiko's or the system's: ``login_failure.explain`` says what it means.
     """
     connection = make_connection(route, name, secret)
     with _cuts_told(connection.client):

@@ -11,9 +11,9 @@ from orchestrator import release as releases
 from orchestrator import snapshot
 from orchestrator.audit import audited
 from orchestrator.errors import UsageError
-from orchestrator.fleet import Fleet, Opening
+from orchestrator.fleet import Fleet, Notice, Opening
 from orchestrator.laptop_path import did_you_mean, laptop_path, working_folder
-from orchestrator.launch import Notice, Order, Started
+from orchestrator.launch import Order, Started
 from orchestrator.paths import LaptopPaths
 from orchestrator.release import Progress, Release
 from orchestrator.run import new_run_id

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from orchestrator.errors import RefusedError
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, Notice
 from orchestrator.inventory import Inventory
 from orchestrator.launch import whoami
 from orchestrator.reconnect import reconnecting
 from orchestrator.run import ENDED, Asked, RunRef, RunSummary, absent, ask_all
 from orchestrator.state import LaptopState
 from orchestrator.target import Target, everything
-
-Notice = Callable[[str], None]
 
 
 def is_own(state: LaptopState, run_id: str, who: Any) -> bool:

@@ -12,12 +12,11 @@ from typing import TypeVar
 
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import ConnectionLost, HostUnreachable
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, Notice
 
 # A link that drops comes back within seconds; after 15 a person wants to know.
 RETRY_S = (1.0, 2.0, 4.0, 8.0)
 
-Notice = Callable[[str], None]
 Done = TypeVar("Done")
 
 

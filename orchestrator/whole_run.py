@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from orchestrator.errors import DflashctlError
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, Notice
 from orchestrator.inventory import Inventory
 from orchestrator.run import RunRef, choose, group_id
 from orchestrator.state import LaptopState
-
-Notice = Callable[[str], None]
 
 
 def with_siblings(

@@ -10,14 +10,13 @@ from typing import Any
 from orchestrator import orders
 from orchestrator.audit import audited
 from orchestrator.channel import AgentChannel
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, Notice
 from orchestrator.laptop_path import laptop_path
 from orchestrator.paths import LaptopPaths
 from orchestrator.release import Release
 from orchestrator.run import RunRef
 from orchestrator.target import Target
 
-Notice = Callable[[str], None]
 Show = Callable[[bytes], None]
 Choose = Callable[[str | None], list[RunRef]]
 """The runs that a run id (or None: the newest of the targets) means."""

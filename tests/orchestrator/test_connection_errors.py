@@ -5,7 +5,8 @@ from __future__ import annotations
 import paramiko
 import pytest
 
-from orchestrator.connection import HostConnection, refusal
+from orchestrator import login_failure
+from orchestrator.connection import HostConnection
 from orchestrator.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -34,7 +35,7 @@ ROUTE = route_from(Answer({"hostname": ["pve"]}), PlainSettings())
 def test_only_a_refused_key_is_told_as_one(
     words: str, kind: type[DflashctlError], said: str
 ) -> None:
-    error = refusal(paramiko.AuthenticationException(words), ROUTE, "pve")
+    error = login_failure.explain(paramiko.AuthenticationException(words), ROUTE, "pve")
     assert type(error) is kind
     assert said in error.what
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from orchestrator import connection, host_keys
+from orchestrator import host_keys, login_failure
 from orchestrator.errors import (
     AuthenticationFailed,
     DflashctlError,
@@ -169,7 +169,7 @@ FAILURES: dict[str, tuple[BaseException, type[DflashctlError], str]] = {
 def test_each_failure_to_connect_has_its_own_words(
     route: Route, error: BaseException, kind: type[DflashctlError], said: str
 ) -> None:
-    found = connection.refusal(error, route, "pve1")
+    found = login_failure.explain(error, route, "pve1")
     assert type(found) is kind
     assert said in found.what
     assert found.next_step
