@@ -16,7 +16,7 @@ from orchestrator.diag.bundle import write_bundle
 from orchestrator.diag.evidence import NO_CONFIG
 from orchestrator.diag.place import KEY as PLACE
 from orchestrator.diag.place import Place
-from orchestrator.errors import DflashctlError
+from orchestrator.errors import DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet
 from orchestrator.route import find_route
 from orchestrator.run import RunRef
@@ -40,8 +40,7 @@ class Examined:
 
     @property
     def unreachable(self) -> bool:
-        error = self.collected.error
-        return error is not None and error.exit_code == 3
+        return isinstance(self.collected.error, UnreachableError)
 
 
 def examine(

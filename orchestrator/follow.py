@@ -15,7 +15,7 @@ from orchestrator.errors import (
     HostKeyMismatch,
     UnreachableError,
 )
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, Notice
 from orchestrator.reconnect import reconnecting
 from orchestrator.run import ENDED, RunRef, RunSummary
 
@@ -23,8 +23,6 @@ from orchestrator.run import ENDED, RunRef, RunSummary
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 # A container that reboots is back within this; one that stays down is told as such.
 REBOOT_S = 60.0
-
-Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Follower:
     def summary(self) -> RunSummary:
         """The run as it stands after the last piece; also when the link went with that piece."""
         if self._summary is None:
-            fields = {"run_id": self.run_id} if self.run_id else {}
+            fields = RunRef(self.ref.target, self.run_id).fields
             kept = [self._channel] if self._channel else []
             answer = reconnecting(
                 self.fleet,

@@ -18,7 +18,7 @@ from orchestrator.gpu_use import Cards, Look, Looks, mean_use
 from orchestrator.run import RunSummary
 from orchestrator.target import Target
 from orchestrator.terminal_text import fit, fit_run
-from orchestrator.watch import BACKOFF_S, SEED_LINES, read_metrics
+from orchestrator.watch import SEED_LINES, keep_asking, read_metrics
 from trainer.telemetry import StepLine, compact, duration
 
 EVERY_S = 3.0
@@ -170,7 +170,7 @@ def state_text(row: Row) -> str:
     if isinstance(error, ContainerNotRunning):
         return "off"
     # It answered, and will not do: a missing interpreter is no dead link. `ps` says the same.
-    refused = error is not None and error.exit_code != UnreachableError.exit_code
+    refused = error is not None and not isinstance(error, UnreachableError)
     return "unknown" if refused else row.watched.state
 
 
@@ -274,26 +274,22 @@ class Board:
     # In the threads
 
     def _ask_on(self, target: Target) -> None:
-        channel: AgentChannel | None = None
         seen: set[str] = set()
-        misses = 0
-        while not self._over.is_set():
-            try:
-                channel = channel or self._fleet.container(target)
-                look = self._looks.begin(target, channel)
-                self._answers.put(_ask(channel, target, look, seen))
-                misses, pause = 0, EVERY_S
-                if self._crowd[target.host] > self._fleet.room(target.host):
-                    channel.close()
-                    channel = None
-            except DflashctlError as error:
-                self._answers.put(_Answer(target, error=error))
-                if channel is not None:
-                    self._fleet.drop(channel)
-                    channel = None
-                pause = BACKOFF_S[min(misses, len(BACKOFF_S) - 1)]
-                misses += 1
-            self._over.wait(pause)
+
+        def ask(channel: AgentChannel) -> bool:
+            look = self._looks.begin(target, channel)
+            self._answers.put(_ask(channel, target, look, seen))
+            return False
+
+        keep_asking(
+            self._fleet,
+            target,
+            ask,
+            lambda error: self._answers.put(_Answer(target, error=error)),
+            every_s=EVERY_S,
+            crowd=self._crowd[target.host],
+            over=self._over,
+        )
 
 
 def _ask(channel: AgentChannel, target: Target, look: Look, seen: set[str]) -> _Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from orchestrator.channel import AgentChannel
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet
 from orchestrator.run import RunRef, RunSummary
+from orchestrator.target import Target
 from trainer.telemetry import METRICS_FILE, StepLine, read_steps
 
 EVERY_S = 10.0
@@ -138,46 +139,30 @@ class Watch:
             self._answers.put(_Answer(index, None))
 
     def _ask_on(self, index: int) -> None:
-        """Until the run is over. Its channel is closed then, or after each question where there is
-        no room for all: others wait for it."""
+        """Until the run is over."""
         ref = self.reports[index].ref
-        run_id = ref.run_id
-        channel: AgentChannel | None = None
-        misses = 0
         seeded = False
-        while not self._over.is_set():
-            pause = self._every_s
-            try:
-                channel = channel or self._fleet.container(ref.target)
-                summary = self._ask(channel, run_id)
-                if not seeded:
-                    past = self._past(channel, summary)
-                    self._answers.put(_Answer(index, past))
-                    seeded = True
-                run_id, misses = summary.run_id, 0
-                self._answers.put(_Answer(index, summary))
-                if summary.is_over or not self._has_room(ref):
-                    channel.close()
-                    channel = None
-                if summary.is_over:
-                    return
-            except DflashctlError as error:
-                self._answers.put(_Answer(index, error))
-                if channel is not None:
-                    self._fleet.drop(channel)
-                    channel = None
-                pause = BACKOFF_S[min(misses, len(BACKOFF_S) - 1)]
-                misses += 1
-            self._over.wait(pause)
 
-    def _has_room(self, ref: RunRef) -> bool:
-        host = ref.target.host
-        return self._crowd[host] <= self._fleet.room(host)
+        def ask(channel: AgentChannel) -> bool:
+            nonlocal ref, seeded
+            answer = channel.call("run.status", lines=3, **ref.fields, **self._stall)
+            summary = RunSummary.model_validate(answer)
+            if not seeded:
+                self._answers.put(_Answer(index, self._past(channel, summary)))
+                seeded = True
+            ref = RunRef(ref.target, summary.run_id)
+            self._answers.put(_Answer(index, summary))
+            return summary.is_over
 
-    def _ask(self, channel: AgentChannel, run_id: str | None) -> RunSummary:
-        fields = {"run_id": run_id} if run_id else {}
-        answer = channel.call("run.status", lines=3, **fields, **self._stall)
-        return RunSummary.model_validate(answer)
+        keep_asking(
+            self._fleet,
+            ref.target,
+            ask,
+            lambda error: self._answers.put(_Answer(index, error)),
+            every_s=self._every_s,
+            crowd=self._crowd[ref.target.host],
+            over=self._over,
+        )
 
     def _past(
         self, channel: AgentChannel, summary: RunSummary
@@ -186,6 +171,47 @@ class Watch:
         own = read_metrics(channel, summary.run_id, SEED_LINES)
         found = last_that_trained(channel, str(before)) if before else None
         return own, found[1] if found else []
+
+
+def keep_asking(
+    fleet: Fleet,
+    target: Target,
+    ask: Callable[[AgentChannel], bool],
+    missed: Callable[[DflashctlError], None],
+    *,
+    every_s: float,
+    crowd: int,
+    over: threading.Event,
+) -> None:
+    """``ask`` a container every ``every_s`` seconds, until it returns True or ``over`` is set.
+
+    Its channel is closed then, or after each question where there is no room for all: others wait
+    for it.
+
+    :param missed: told why nobody answered; then the pauses grow.
+    :param crowd: how many ask containers of this host.
+    """
+    channel: AgentChannel | None = None
+    misses = 0
+    while not over.is_set():
+        pause = every_s
+        try:
+            channel = channel or fleet.container(target)
+            is_last = ask(channel)
+            misses = 0
+            if is_last or crowd > fleet.room(target.host):
+                channel.close()
+                channel = None
+            if is_last:
+                return
+        except DflashctlError as error:
+            missed(error)
+            if channel is not None:
+                fleet.drop(channel)
+                channel = None
+            pause = BACKOFF_S[min(misses, len(BACKOFF_S) - 1)]
+            misses += 1
+        over.wait(pause)
 
 
 def last_that_trained(channel: AgentChannel, run_id: str) -> tuple[str, list[StepLine]] | None:
