@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,8 +17,8 @@ from orchestrator.agent.checkpoints import BEST
 from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import ConnectionLost, HostUnreachable, NotFoundError, TransferError
-from orchestrator.fleet import Fleet
-from orchestrator.follow import BACKOFF_S, Notice
+from orchestrator.fleet import Fleet, Notice
+from orchestrator.follow import BACKOFF_S
 from orchestrator.laptop_path import writing
 from orchestrator.paths import RunPaths
 from orchestrator.request import Request
@@ -49,16 +49,22 @@ class Listed:
 
     kind: str
     path: str
+    """Below the destination."""
+    remote: str
+    """The same in the container."""
     size: int = 0
     mtime_ns: int = 0
     mode: int = 0o644
     target: str = ""
 
     @classmethod
-    def parse(cls, line: list[Any]) -> Listed:
-        if line[0] == "f":
-            return cls("f", line[1], size=line[2], mtime_ns=line[3], mode=line[4])
-        return cls(line[0], line[1], target=line[2] if line[0] == "l" else "")
+    def parse(cls, line: list[Any], root: str) -> Listed:
+        kind, path, *rest = line
+        # A root that is a file itself keeps its name.
+        here, there = (path, f"{root}/{path}") if path else (PurePosixPath(root).name, root)
+        if kind == "f":
+            return cls(kind, here, there, *rest)
+        return cls(kind, here, there, target=rest[0] if kind == "l" else "")
 
 
 @dataclass
@@ -224,20 +230,15 @@ def _pull_once(
     notice: Notice,
     progress: Progress,
 ) -> None:
-    listed, root = _list(channel, source)
-    alone = len(listed) == 1 and listed[0].path == ""
-    if alone:
-        # The root is a file itself: it keeps its name.
-        listed = [_renamed(listed[0], PurePosixPath(root).name)]
-    kept = [entry for entry in listed if wanted(entry.path)]
+    kept = [entry for entry in _list(channel, source) if wanted(entry.path)]
     destination = pulled.destination
     destination.mkdir(parents=True, exist_ok=True)
     for entry in kept:
         if entry.kind == "d":
             place(destination, entry.path).mkdir(exist_ok=True)
     parts = destination / PARTS
-    for entry, request in _reading(channel, kept, root, alone, pulled):
-        _settle(channel, entry, request, root, alone, pulled, progress)
+    for entry, request in _reading(channel, kept, pulled):
+        _settle(channel, entry, request, pulled, progress)
     if parts.is_dir() and not any(parts.iterdir()):
         parts.rmdir()
     for entry in kept:
@@ -245,25 +246,19 @@ def _pull_once(
             _link(entry, pulled, notice)
 
 
-def _list(channel: AgentChannel, source: dict[str, str]) -> tuple[list[Listed], str]:
+def _list(channel: AgentChannel, source: dict[str, str]) -> list[Listed]:
     request = channel.request("pull.list", **source)
     text = bytearray()
     for _, payload in request.frames():
         text += payload
-    lines = text.decode("ascii").splitlines()
-    return [Listed.parse(json.loads(line)) for line in lines], str(request.result()["root"])
-
-
-def _renamed(entry: Listed, name: str) -> Listed:
-    return Listed(entry.kind, name, entry.size, entry.mtime_ns, entry.mode)
+    root = str(request.result()["root"])
+    return [Listed.parse(json.loads(line), root) for line in text.decode("ascii").splitlines()]
 
 
 def _settle(
     channel: AgentChannel,
     entry: Listed,
     request: Request,
-    root: str,
-    alone: bool,
     pulled: Pulled,
     progress: Progress,
 ) -> None:
@@ -276,30 +271,26 @@ def _settle(
             if kind_of(error) != "pull.changed" or attempt == CHANGES:
                 raise
         try:
-            (now,), _ = _list(channel, {"path": _remote(root, entry, alone)})
+            (now,) = _list(channel, {"path": entry.remote})
         except NotFoundError:
             # Removed meanwhile, as checkpoints and records are.
             return
-        entry = Listed("f", entry.path, now.size, now.mtime_ns, now.mode)
-        request = _ask(channel, entry, root, alone, pulled)
+        entry = replace(now, path=entry.path)
+        request = _ask(channel, entry, pulled)
 
 
-def _remote(root: str, entry: Listed, alone: bool) -> str:
-    return root if alone else f"{root}/{entry.path}"
-
-
-def _ask(channel: AgentChannel, entry: Listed, root: str, alone: bool, pulled: Pulled) -> Request:
+def _ask(channel: AgentChannel, entry: Listed, pulled: Pulled) -> Request:
     """The rest of a file; of one that is only ever appended to, as much as was listed."""
     part = _part(pulled.destination, entry)
     state: dict[str, Any] = {"expect": {"size": entry.size, "mtime_ns": entry.mtime_ns}}
     if entry.path.endswith(GROWING):
         state = {"limit": entry.size}
     offset = part.stat().st_size if part.is_file() else 0
-    return channel.request("pull.read", path=_remote(root, entry, alone), offset=offset, **state)
+    return channel.request("pull.read", path=entry.remote, offset=offset, **state)
 
 
 def _reading(
-    channel: AgentChannel, entries: Iterable[Listed], root: str, alone: bool, pulled: Pulled
+    channel: AgentChannel, entries: Iterable[Listed], pulled: Pulled
 ) -> Iterator[tuple[Listed, Request]]:
     """Each file that is not there yet with its request, small ones asked for ahead."""
     waiting: deque[tuple[Listed, Request]] = deque()
@@ -315,7 +306,7 @@ def _reading(
             first = waiting.popleft()
             ahead -= first[0].size
             yield first
-        waiting.append((entry, _ask(channel, entry, root, alone, pulled)))
+        waiting.append((entry, _ask(channel, entry, pulled)))
         ahead += entry.size
     yield from waiting
 

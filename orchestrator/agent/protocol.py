@@ -153,10 +153,10 @@ Reading
     "stdin"?: bool} (+ input, with ``more``) → frames {"stream": "stdout"|"stderr"} + payload →
     {"exit_code": int|null, "signal": int|null, "timed_out": bool}. Cancel ends the process group
     (TERM, 2 s, KILL).
-``pull.list`` {"path" (absolute) | "run_id" + "path"? (relative), "hash": false} → frames + payload
-    of JSON lines ``["f", path, size, mtime_ns, mode, sha256|null]`` ``["l", path, target]`` ``["d",
-    path]`` → {"root", "files", "bytes"}. ``root`` is the real path where a link was named; it is
-    path ``""`` itself when it is a file.
+``pull.list`` {"path" (absolute) | "run_id" + "path"? (relative)} → frames + payload of JSON lines
+    ``["f", path, size, mtime_ns, mode]`` ``["l", path, target]`` ``["d", path]`` → {"root",
+    "files", "bytes"}. ``root`` is the real path where a link was named; it is path ``""`` itself
+    when it is a file.
 ``pull.read`` {"path" | "run_id" + "path", "offset": 0, "expect"?: {"size", "mtime_ns"}, "limit"?: n
     (the first n bytes of a file that may grow)} → frames {"offset"} + payload → {"size", "sha256"
     (of the whole file, or of those n bytes), "mtime_ns", "mode"}. Before the first piece at a large

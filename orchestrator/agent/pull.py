@@ -21,11 +21,10 @@ TELL_EVERY = 64 << 20
 def listing(request: Request) -> dict[str, Any]:
     # What is named is what is meant: `checkpoints/best` is a link. Links below it are told as such.
     root = os.path.realpath(_path(request))
-    hashing = request.get("hash", bool, False)
     files = size = 0
     waiting: list[str] = []
     length = 0
-    for entry in _walk(request, root, hashing):
+    for entry in _walk(root):
         files += entry[0] == "f"
         size += entry[2] if entry[0] == "f" else 0
         waiting.append(json.dumps(entry, separators=(",", ":")) + "\n")
@@ -53,12 +52,12 @@ def _path(request: Request) -> str:
     return os.path.join(find(request).root, path) if path else find(request).root
 
 
-def _walk(request: Request, root: str, hashing: bool) -> Iterator[list[Any]]:
+def _walk(root: str) -> Iterator[list[Any]]:
     """Entries below ``root``, sorted, links never followed; what is neither file, link nor folder
     (sockets, pipes) is left out."""
     status = os.lstat(root)
     if not stat.S_ISDIR(status.st_mode):
-        found = _entry(request, root, "", hashing)
+        found = _entry(root, "")
         if found is not None:
             yield found
         return
@@ -69,7 +68,7 @@ def _walk(request: Request, root: str, hashing: bool) -> Iterator[list[Any]]:
         for name in names:
             relative = os.path.join(folder, name)
             try:
-                found = _entry(request, os.path.join(root, relative), relative, hashing)
+                found = _entry(os.path.join(root, relative), relative)
             except FileNotFoundError:
                 continue
             if found is None:
@@ -79,7 +78,7 @@ def _walk(request: Request, root: str, hashing: bool) -> Iterator[list[Any]]:
                 waiting.append(relative)
 
 
-def _entry(request: Request, path: str, name: str, hashing: bool) -> list[Any] | None:
+def _entry(path: str, name: str) -> list[Any] | None:
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         return ["l", name, os.readlink(path)]
@@ -87,12 +86,7 @@ def _entry(request: Request, path: str, name: str, hashing: bool) -> list[Any] |
         return ["d", name]
     if not stat.S_ISREG(status.st_mode):
         return None
-    digest = None
-    if hashing:
-        with open(path, "rb") as file:
-            digest = _hash(request, file.fileno(), status.st_size).hexdigest()
-    mode = stat.S_IMODE(status.st_mode)
-    return ["f", name, status.st_size, status.st_mtime_ns, mode, digest]
+    return ["f", name, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)]
 
 
 def _hash(request: Request, file: int, length: int) -> hashlib._Hash:
