@@ -94,10 +94,10 @@ def memory_keys(hierarchies: Hierarchies, limit: int) -> dict[str, str]:
     return {"lxc.cgroup.memory.limit_in_bytes": str(limit)}
 
 
-def leftovers(name: str, root: Path = SYS) -> list[Path]:
+def leftovers(name: str) -> list[Path]:
     """Groups called ``name`` anywhere: for a lab whose state file is lost."""
     found = []
-    for folder, children, _ in os.walk(root):
+    for folder, children, _ in os.walk(SYS):
         if name in children:
             found.append(Path(folder) / name)
             children.remove(name)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from orchestrator.cli.app import VerbCommand
-
-if TYPE_CHECKING:
-    from orchestrator.lab import Lab
+from orchestrator.lab import Lab, LabSpec
+from orchestrator.lab.requirements import choose_backend
+from orchestrator.lab.spec import DEFAULT_PORT, DEFAULT_ROOT, parse_containers
 
 app = typer.Typer(
     help="A loopback Proxmox host on this machine: sshd, containers 200 to 202, and pct.",
@@ -34,9 +34,6 @@ def user_inventory() -> Path:
 
 def make_lab(root: Path | None, **options: Any) -> Lab:
     """Only the default lab writes into the user's configuration."""
-    from orchestrator.lab import Lab, LabSpec
-    from orchestrator.lab.spec import DEFAULT_ROOT
-
     root = root or DEFAULT_ROOT
     inventory = user_inventory() if root == DEFAULT_ROOT else None
     return Lab(LabSpec(root=root, inventory=inventory, **options))
@@ -49,7 +46,7 @@ def say(line: str) -> None:
 @app.command(cls=VerbCommand)
 def up(
     root: Root = None,
-    port: Annotated[int, typer.Option(help="Loopback port of its sshd.")] = 20022,
+    port: Annotated[int, typer.Option(help="Loopback port of its sshd.")] = DEFAULT_PORT,
     containers: Annotated[
         str, typer.Option(help="Numbers; :stopped leaves one off.", metavar="N,N:stopped,…")
     ] = "200,201,202:stopped",
@@ -67,9 +64,6 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start the lab; one that is up already stays as it is."""
-    from orchestrator.lab.requirements import choose_backend
-    from orchestrator.lab.spec import parse_containers
-
     lab = make_lab(
         root,
         port=port,

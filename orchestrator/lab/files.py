@@ -13,7 +13,7 @@ import orchestrator
 from orchestrator.errors import RefusedError
 from orchestrator.lab import cgroups, overlay, render
 from orchestrator.lab.layout import PROGRAMS, Layout
-from orchestrator.lab.requirements import CLEAN_ENV, which
+from orchestrator.lab.requirements import CLEAN_ENV, run, which
 from orchestrator.lab.spec import Backend, Container, LabSpec
 
 SHARED_STATE = Path("/var/lib/dflashctl")
@@ -27,11 +27,10 @@ def private_paths(layout: Layout, spec: LabSpec) -> list[Path]:
     because a container can read them would prove nothing.
     """
     checkout = Path(orchestrator.__file__).parents[1]
-    paths = [checkout, layout.root, SHARED_STATE, spec.shared_python, *spec.masked]
+    paths = [checkout, layout.root, SHARED_STATE, spec.shared_python]
     if sys.prefix != sys.base_prefix:
         paths.append(Path(sys.prefix))
-    hidden = [p for p in map(overlay.resolve, paths) if not _is_system(p)]
-    return overlay.outermost(hidden)
+    return overlay.outermost(p for p in paths if not _is_system(p.resolve()))
 
 
 def _is_system(path: Path) -> bool:
@@ -42,7 +41,7 @@ def _is_system(path: Path) -> bool:
 def make_keys(layout: Layout, port: int) -> None:
     layout.ssh.mkdir(mode=0o700)
     for key in (layout.host_key, layout.user_key):
-        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "dflashctl-lab", "-f", str(key))
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "dflashctl-lab", "-f", str(key))
     public = layout.host_key.with_suffix(".pub").read_text()
     layout.known_hosts.write_text(f"[127.0.0.1]:{port} {public}")
     layout.authorized_keys.write_text(layout.user_key.with_suffix(".pub").read_text())
@@ -189,10 +188,3 @@ def beyond_minimal() -> list[Path]:
 
 def _arch() -> list[str]:
     return ["", *(f":{arch}" for arch in ("amd64", "arm64"))]
-
-
-def _run(program: str, *args: str) -> None:
-    path = which(program)
-    done = subprocess.run([path or program, *args], env=CLEAN_ENV, capture_output=True, text=True)
-    if done.returncode:
-        raise RefusedError(f"{program} failed: {done.stderr.strip() or done.stdout.strip()}")

@@ -68,7 +68,11 @@ class HostAccess:
         """``pct`` on the host, without SSH; its output. Raises RefusedError when it fails."""
         done = self.host(["pct", *map(str, args)], stdin=subprocess.DEVNULL)
         if done.returncode:
-            raise RefusedError(f"pct {args[0]}: {done.stderr.strip()}", host="lab")
+            raise RefusedError(
+                f"pct {args[0]}: {done.stderr.strip()}",
+                next_step="`dflashctl lab status` says what its containers do",
+                host="lab",
+            )
         return done.stdout
 
     def ssh_argv(self, *command: str, port: int | None = None) -> list[str]:
@@ -87,13 +91,11 @@ class HostAccess:
         flags = [part for key, value in options.items() for part in ("-o", f"{key}={value}")]
         return ["ssh", "-F", "none", *flags, "root@127.0.0.1", *command]
 
-    def ssh(
-        self, *command: str, port: int | None = None, **options: Any
-    ) -> subprocess.CompletedProcess[str]:
+    def ssh(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
         merged: dict[str, Any] = {"capture_output": True, "text": True}
         if "input" not in options:
             merged["stdin"] = subprocess.DEVNULL
-        return subprocess.run(self.ssh_argv(*command, port=port), **(merged | options), check=False)
+        return subprocess.run(self.ssh_argv(*command), **(merged | options), check=False)
 
     def sessions(self) -> list[int]:
         """Server-side sshd processes, one a connection: kill one to cut it from the far side."""
@@ -120,7 +122,12 @@ class HostAccess:
         for line in self.pct("status", vmid, "--verbose").splitlines():
             if line.startswith("pid: "):
                 return int(line[5:])
-        raise NotFoundError(f"container {vmid} is not running", host="lab", ct=vmid)
+        raise NotFoundError(
+            "the container is not running",
+            next_step=f"start it in the lab: pct start {vmid}",
+            host="lab",
+            ct=vmid,
+        )
 
     def files(self, vmid: int) -> Path:
         """The running container's / as this machine can read and write it."""

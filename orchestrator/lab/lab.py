@@ -23,12 +23,13 @@ from orchestrator.lab import cgroups, files, network, render, requirements
 from orchestrator.lab.faults import PCT_DELAY
 from orchestrator.lab.host_access import HostAccess, join_argv
 from orchestrator.lab.layout import PROGRAMS
-from orchestrator.lab.mounts import MOUNTS, mount, mounts_below, on_overlay
+from orchestrator.lab.mounts import MOUNTS, mounts_below, on_overlay
 from orchestrator.lab.processes import Process, boot_id, listener
 from orchestrator.lab.requirements import CLEAN_ENV
 from orchestrator.lab.spec import Backend
 
 START_LIMIT_S = 20.0
+STARTS_AT_ONCE = 4
 
 
 class ContainerStartFailed(RefusedError):
@@ -100,7 +101,7 @@ class Lab(HostAccess):
         files.make_keys(layout, spec.port)
         layout.layers.mkdir()
         if on_overlay(layout.root, MOUNTS.read_text()):
-            mount("-t", "tmpfs", "-o", "mode=700", "tmpfs", str(layout.layers))
+            requirements.run("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(layout.layers))
         files.make_host(layout, spec, backend, groups)
         sshd = self._start_host(groups)
         limits = cgroups.can_limit(groups)
@@ -175,7 +176,7 @@ class Lab(HostAccess):
                 raise RefusedError(
                     f"something is mounted below {root}: {point}", next_step=f"umount {point}"
                 )
-            mount("--lazy", str(point), program="umount")
+            requirements.run("umount", "--lazy", str(point))
         for path in sorted(root.iterdir()):
             if path != self.layout.state:  # last: what is half removed is still known as ours
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -221,7 +222,10 @@ class Lab(HostAccess):
             time.sleep(0.005)
         sshd = Process.of(child.pid)
         if sshd is None:
-            raise RefusedError("the lab's sshd ended at once")
+            raise RefusedError(
+                "the lab's sshd ended at once",
+                next_step="try again: something ended it as it came up",
+            )
         child.returncode = 0  # it outlives this object on purpose
         return sshd
 
@@ -232,11 +236,11 @@ class Lab(HostAccess):
         except OSError:
             return False
 
-    def _start_containers(self, numbers: Sequence[int], at_once: int = 4) -> None:
+    def _start_containers(self, numbers: Sequence[int]) -> None:
         waiting = list(numbers)
         running: list[tuple[int, subprocess.Popen[str]]] = []
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and len(running) < STARTS_AT_ONCE:
                 vmid = waiting.pop(0)
                 argv = self.host_argv(["pct", "start", str(vmid)])
                 child = subprocess.Popen(
@@ -255,7 +259,10 @@ class Lab(HostAccess):
                     other.communicate()
                 detail = out.strip() or f"exit code {child.returncode}"
                 raise ContainerStartFailed(
-                    f"container {vmid} did not start: {detail}", host="lab", ct=vmid
+                    f"container {vmid} did not start: {detail}",
+                    next_step="try the other backend: dflashctl lab up --backend unshare (or lxc)",
+                    host="lab",
+                    ct=vmid,
                 )
 
     def _write_inventory(self) -> None:

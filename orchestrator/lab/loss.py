@@ -55,5 +55,8 @@ def loss(port: int, percent: int) -> Iterator[None]:
                 break
             if "Error" in line:
                 nft.kill()
-                raise RefusedError(f"nft refuses to lose packets: {''.join(said).strip()}")
+                raise RefusedError(
+                    f"nft refuses to lose packets: {''.join(said).strip()}",
+                    next_step="this kernel may lack nf_tables: try on another machine",
+                )
         yield

@@ -1,22 +1,10 @@
-"""The one mount that a lab may make outside its own namespaces: a tmpfs for its upper layers."""
+"""What is mounted where on this machine, by /proc/self/mountinfo."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
-from orchestrator.errors import RefusedError
-from orchestrator.lab.requirements import CLEAN_ENV
-
 MOUNTS = Path("/proc/self/mountinfo")
-
-
-def mount(*args: str, program: str = "mount") -> None:
-    done = subprocess.run(
-        [program, *args], env=CLEAN_ENV, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RefusedError(f"{program} failed: {done.stderr.strip()}")
 
 
 def mounts_below(root: Path) -> list[Path]:

@@ -12,15 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def folder(upper: Path, path: Path, *, lower: Path = Path("/")) -> Path:
+def folder(upper: Path, path: Path) -> Path:
     """``path`` as a folder in ``upper``, its parents too, with the modes that they have below.
 
     ``path`` is resolved first: a folder in the upper layer where the lower one has a symbolic
     link (/lib, /sbin) would hide the link.
     """
-    path = resolve(path, lower)
-    current, below = upper, lower
-    for part in path.parts[1:]:
+    current, below = upper, Path("/")
+    for part in path.resolve().parts[1:]:
         current, below = current / part, below / part
         if current.is_dir():
             continue
@@ -30,10 +29,6 @@ def folder(upper: Path, path: Path, *, lower: Path = Path("/")) -> Path:
             current.chmod(stat.S_IMODE(status.st_mode))
             os.chown(current, status.st_uid, status.st_gid)
     return current
-
-
-def resolve(path: Path, lower: Path = Path("/")) -> Path:
-    return Path("/") / (lower / path.relative_to("/")).resolve().relative_to(lower.resolve())
 
 
 def empty(upper: Path, path: Path) -> Path:
@@ -60,7 +55,7 @@ def write(upper: Path, path: Path, text: str, mode: int = 0o644) -> None:
 def outermost(paths: Iterable[Path]) -> list[Path]:
     """``paths`` without those that lie below another one of them: hiding the outer is enough."""
     kept: list[Path] = []
-    for path in sorted({resolve(p) for p in paths}):
+    for path in sorted({path.resolve() for path in paths}):
         if not any(path.is_relative_to(outer) for outer in kept):
             kept.append(path)
     return kept

@@ -4,7 +4,7 @@ There is no netem on every machine, so faults of the link are made in user land,
 its own (threads in the tester's process would share its interpreter lock and blur the delays):
 
     with Proxy(target_port=lab.spec.port, rtt_ms=20) as proxy:
-        lab.ssh("true", port=proxy.port)
+        subprocess.run(lab.ssh_argv("true", port=proxy.port))
         proxy.cut_after(100_000, "down")
 
 Limits: the proxy ends TCP on both sides, so a black hole still acknowledges until buffers are
@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Self
 
 Direction = Literal["up", "down"]
@@ -39,8 +38,7 @@ IN_FLIGHT = 256
 class Proxy:
     """Runs the proxy process; ``port`` is where clients connect. It ends with this object."""
 
-    def __init__(self, target_port: int, *, rtt_ms: float = 0, rate: float = 0) -> None:
-        """``rate``: bytes per second in each direction, 0 for no limit."""
+    def __init__(self, target_port: int, *, rtt_ms: float = 0) -> None:
         self._process = subprocess.Popen(
             # As a file, isolated: importing the package would cost 0.3 s a proxy.
             [sys.executable, "-I", "-S", __file__, str(target_port)],
@@ -48,7 +46,7 @@ class Proxy:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.port: int = self._ask(op="set", rtt_ms=rtt_ms, rate=rate)["port"]
+        self.port: int = self._ask(op="set", rtt_ms=rtt_ms, rate=0)["port"]
 
     def _ask(self, **command: Any) -> dict[str, Any]:
         process = self._process
@@ -59,6 +57,7 @@ class Proxy:
         return reply
 
     def set(self, *, rtt_ms: float, rate: float = 0) -> None:
+        """``rate``: bytes per second in each direction, 0 for no limit."""
         self._ask(op="set", rtt_ms=rtt_ms, rate=rate)
 
     def cut(self) -> None:
@@ -93,12 +92,7 @@ class Proxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,17 @@ NEEDED_LXC = {"lxc-start": "lxc", "lxc-attach": "lxc", "lxc-stop": "lxc"}
 def which(program: str) -> str | None:
     """Look where system programs are: a user's PATH often lacks /usr/sbin."""
     return shutil.which(program, path=SYSTEM_PATH)
+
+
+def run(program: str, *args: str) -> None:
+    """:raises RefusedError: with the program's own words."""
+    argv = [which(program) or program, *args]
+    done = subprocess.run(argv, env=CLEAN_ENV, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RefusedError(
+            f"{program} failed: {done.stderr.strip() or done.stdout.strip()}",
+            next_step=f"try it by hand: {shlex.join(argv)}",
+        )
 
 
 def choose_backend(asked: str | None) -> Backend:

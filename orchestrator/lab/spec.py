@@ -44,9 +44,15 @@ class Container:
 
     def __post_init__(self) -> None:
         if not 100 <= self.vmid <= 999_999_999:
-            raise UsageError(f"container number {self.vmid} is not between 100 and 999999999")
+            raise UsageError(
+                f"{self.vmid} is no container number",
+                next_step="give one from 100 to 999999999, as Proxmox numbers them",
+            )
         if not self.workdir.startswith("/") or self.workdir == "/":
-            raise UsageError(f"container {self.vmid}: workdir {self.workdir!r} is not absolute")
+            raise UsageError(
+                f"container {self.vmid}: workdir {self.workdir!r} is not absolute",
+                next_step="give a path from / on, such as /workspace",
+            )
 
     @property
     def name(self) -> str:
@@ -80,8 +86,6 @@ class LabSpec:
     node: str = "pve1"
     pct_delay: float = 0.0
     """Seconds of computing that each ``pct`` call costs first; the real one takes 0.5 to 0.97."""
-    masked: tuple[Path, ...] = field(default_factory=tuple)
-    """Further paths of this machine that containers must not see."""
     devices: tuple[Path, ...] = field(default_factory=nvidia_nodes)
     """Nodes that all containers share with this machine, as ``devN:`` passes them on Proxmox."""
 
@@ -94,17 +98,31 @@ class LabSpec:
     def __post_init__(self) -> None:
         numbers = [c.vmid for c in self.containers]
         if len(set(numbers)) != len(numbers):
-            raise UsageError(f"container numbers are not unique: {sorted(numbers)}")
+            raise UsageError(
+                f"container numbers are not unique: {sorted(numbers)}",
+                next_step="give each container a number of its own",
+            )
         if len(numbers) > 200:
-            raise UsageError("a lab has at most 200 containers (one /24 network)")
+            raise UsageError(
+                f"{len(numbers)} containers do not fit into the lab's one /24 network",
+                next_step="ask for at most 200",
+            )
         if not self.root.is_absolute():
-            raise UsageError(f"lab folder {self.root} is not absolute")
+            raise UsageError(
+                f"lab folder {self.root} is not absolute",
+                next_step="give the whole path, from / on",
+            )
         # The LXC command socket is abstract and named by path: sun_path holds 107 bytes, above
         # that LXC hashes the name and `pct` no longer finds it in /proc/net/unix.
         if len(str(self.root)) > 70:
-            raise UsageError(f"lab folder {self.root} is longer than 70 characters")
+            raise UsageError(
+                f"lab folder {self.root} is longer than 70 characters",
+                next_step="give a shorter path: LXC's sockets are named by it",
+            )
         if not 1 <= self.port <= 65535:
-            raise UsageError(f"port {self.port} is not a port")
+            raise UsageError(
+                f"port {self.port} is not a port", next_step="give one from 1 to 65535"
+            )
 
 
 def parse_containers(text: str) -> tuple[Container, ...]:
