@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.agent.frames import Frame
@@ -83,6 +83,17 @@ class Request:
                 raise self._error
             assert self._result is not None
             return self._result
+
+    def outputs(self) -> tuple[dict[str, Any], bytes, bytes]:
+        """Of an ``exec``: its result, and all of its standard output and standard error.
+
+        :raises DflashctlError: as from :meth:`result`.
+        """
+        heard = {"stdout": bytearray(), "stderr": bytearray()}
+        for head, payload in self.frames():
+            if "stream" in head:
+                heard[head["stream"]] += payload
+        return self.result(), bytes(heard["stdout"]), bytes(heard["stderr"])
 
     def feed(
         self,
@@ -191,3 +202,12 @@ class Request:
             if not self.done:
                 self._error = error
             self._changed.notify_all()
+
+
+def exec_ending(answer: Mapping[str, Any]) -> str:
+    """How the command of an ``exec`` ended: ``ended with exit code 3``."""
+    if answer["timed_out"]:
+        return "was ended when its time was over"
+    if answer["signal"]:
+        return f"was ended by signal {answer['signal']}"
+    return f"ended with exit code {answer['exit_code']}"

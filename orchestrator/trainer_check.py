@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import RefusedError, UsageError
+from orchestrator.fleet import Notice
+from orchestrator.request import exec_ending
 from orchestrator.target import Target
 
 # It imports torch and reads the target's tokenizer: 3 s from a warm disk, 15 s from a cold one.
@@ -27,7 +30,7 @@ def check(
     config: str,
     variables: Mapping[str, str],
     release_path: str | None,
-    notice: Callable[[str], None],
+    notice: Notice,
 ) -> None:
     """Wait for its verdict.
 
@@ -38,25 +41,40 @@ def check(
     telling = partial(_tell_waiting, over, f"{target.name}: the trainer checks {config}", notice)
     threading.Thread(target=telling, daemon=True).start()
     try:
-        code, said = _ask(channel, target, config, variables, release_path)
+        request = channel.request(
+            "exec",
+            command=argv(target, config),
+            env=dict(variables),
+            python=target.settings.python,
+            cwd=release_path,
+        )
+        answer, _, said = request.outputs()
     finally:
         over.set()
+    code = answer["exit_code"]
     if code == 0:
         return
+    where: dict[str, Any] = {"host": target.host.name, "ct": target.ct}
+    if code is None:
+        raise RefusedError(
+            f"`trainer check {config}` {exec_ending(answer)}",
+            next_step="signal 9 is how the kernel ends what needs more memory than the container "
+            f"has: dflashctl doctor {target.arguments}",
+            **where,
+        )
     # Libraries may have warned before the trainer's own message.
     text = said.decode(errors="replace").strip().rpartition("error: ")[2]
     what, _, step = text.partition("\n  next: ")
     lines = what.splitlines()[-12:]
     kind = UsageError if code == 2 else RefusedError
     raise kind(
-        "\n    ".join(lines) or f"`trainer check` ended with exit code {code}",
+        "\n    ".join(lines) or f"`trainer check {config}` {exec_ending(answer)}",
         next_step=step.strip() or f"correct {config}",
-        host=target.host.name,
-        ct=target.ct,
+        **where,
     )
 
 
-def _tell_waiting(over: threading.Event, what: str, notice: Callable[[str], None]) -> None:
+def _tell_waiting(over: threading.Event, what: str, notice: Notice) -> None:
     """Why nothing is seen yet, again and again until it is ``over``."""
     if over.wait(SILENT_S):
         return
@@ -68,25 +86,3 @@ def _tell_waiting(over: threading.Event, what: str, notice: Callable[[str], None
             f"{what} since {waited:.0f} s: a target named by its hub name is looked up there, and "
             "without a way out that is tried for over a minute; Ctrl-C ends it, nothing is started"
         )
-
-
-def _ask(
-    channel: AgentChannel,
-    target: Target,
-    config: str,
-    variables: Mapping[str, str],
-    cwd: str | None,
-) -> tuple[int | None, bytes]:
-    request = channel.request(
-        "exec",
-        command=argv(target, config),
-        env=dict(variables),
-        python=target.settings.python,
-        cwd=cwd,
-    )
-    said = bytearray()
-    for head, payload in request.frames():
-        if head.get("stream") == "stderr":
-            said += payload
-    code: int | None = request.result()["exit_code"]
-    return code, bytes(said)

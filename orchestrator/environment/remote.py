@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
@@ -14,7 +13,7 @@ from orchestrator.environment.lock import Environment, parse
 from orchestrator.environment.sync import Plan
 from orchestrator.errors import DflashctlError, NotFoundError, RefusedError, RunFailed
 from orchestrator.paths import ContainerPaths, RunPaths
-from orchestrator.request import Request
+from orchestrator.request import Request, exec_ending
 from orchestrator.target import Target
 
 # nvidia-smi has been seen to need 8 s without a persistence daemon.
@@ -35,9 +34,8 @@ def collect(channel: AgentChannel, target: Target) -> Environment:
     :raises RefusedError: its interpreter cannot run the collector.
     """
     python = target.settings.python
-    answer, stdout, stderr = execute(
-        channel, command=collector_argv(python), timeout_s=COLLECT_S, cwd="/"
-    )
+    request = channel.request("exec", command=collector_argv(python), timeout_s=COLLECT_S, cwd="/")
+    answer, stdout, stderr = request.outputs()
     if answer["exit_code"] != 0:
         said = stderr.decode(errors="replace").strip().splitlines()
         raise RefusedError(
@@ -108,24 +106,8 @@ def install(channel: AgentChannel, target: Target, plan: Plan) -> Iterable[bytes
         answer = request.result()
         if answer["exit_code"] != 0:
             raise RunFailed(
-                f"{command[0]} ended with {_ending(answer)}; its own words are above",
+                f"{command[0]} {exec_ending(answer)}; its own words are above",
                 next_step="mend what it names (a package index, a full disk) and sync again",
                 host=target.host.name,
                 ct=target.ct,
             )
-
-
-def execute(channel: AgentChannel, **fields: Any) -> tuple[dict[str, Any], bytes, bytes]:
-    """``exec`` with both outputs kept: its answer, standard output, standard error."""
-    request = channel.request("exec", **fields)
-    heard = {"stdout": bytearray(), "stderr": bytearray()}
-    for head, payload in request.frames():
-        if "stream" in head:
-            heard[head["stream"]] += payload
-    return request.result(), bytes(heard["stdout"]), bytes(heard["stderr"])
-
-
-def _ending(answer: Mapping[str, Any]) -> str:
-    if answer.get("signal"):
-        return f"signal {answer['signal']}"
-    return f"exit code {answer.get('exit_code')}"

@@ -15,6 +15,7 @@ from orchestrator.laptop_path import laptop_path
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
 from orchestrator.playbook.stage import Stage, counted, place
+from orchestrator.request import exec_ending
 from orchestrator.run import RunRef
 from orchestrator.watch import Report, Watch
 from trainer.telemetry import duration
@@ -74,7 +75,7 @@ def _command(
         codes[target.name] = answer["exit_code"]
         if answer["timed_out"] or answer["exit_code"] not in good:
             raise RunFailed(
-                f"{argv[0]} {_ending(answer)}",
+                f"{argv[0]} {exec_ending(answer)}",
                 next_step="its own words are above; mend what they name",
                 host=target.host.name,
                 ct=target.ct,
@@ -192,11 +193,3 @@ def _refuse_bad_end(report: Report) -> None:
         next_step=f"dflashctl diag {summary.run_id}",
         **place(report.ref),
     )
-
-
-def _ending(answer: Mapping[str, Any]) -> str:
-    if answer["timed_out"]:
-        return "was ended when its time was over"
-    if answer.get("signal"):
-        return f"was ended by signal {answer['signal']}"
-    return f"ended with exit code {answer['exit_code']}"
