@@ -59,9 +59,7 @@ _KINDS: dict[str, tuple[type[DflashctlError], str]] = {
 }
 
 
-def explain(
-    error: dict[str, Any], *, host: str, ct: int | None, run_id: str | None = None
-) -> DflashctlError:
+def explain(error: dict[str, Any], *, host: str, ct: int | None) -> DflashctlError:
     """An error frame as an exception; ``__cause__`` holds the :class:`AgentError` with its kind."""
     kind = str(error.get("kind", "internal"))
     detail = error.get("detail") or {}
@@ -74,11 +72,10 @@ def explain(
             next_step="`dflashctl doctor` checks the container; this may be a fault of dflashctl",
             host=host,
             ct=ct,
-            run_id=run_id,
         )
     else:
         cls, next_step = found
-        made = cls(message, next_step=next_step, host=host, ct=ct, run_id=run_id)
+        made = cls(message, next_step=next_step, host=host, ct=ct)
     made.__cause__ = cause
     return made
 

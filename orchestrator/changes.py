@@ -89,11 +89,12 @@ def _manifest(text: str) -> dict[str, tuple[Any, ...]]:
 def _command(before: Past, now: Past) -> Iterator[str]:
     old, new = before.record.get("command"), now.record.get("command")
     if old != new and old and new:
-        yield f"command: {_words(old)} → {_words(new)}"
+        yield f"command: {words(old)} → {words(new)}"
 
 
-def _words(command: Any) -> str:
-    return " ".join(map(str, command)) if isinstance(command, list) else str(command)
+def words(value: Any) -> str:
+    """A command's, and those of any list."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _gpus(before: Past, now: Past) -> Iterator[str]:
@@ -108,7 +109,7 @@ def _events(before: Past, now: Past) -> Iterator[str]:
         old, new = (_detail(one.events, event, key) for one in (before, now))
         if old is None or new is None or old == new:
             continue
-        left, right = _flat(old), _flat(new)
+        left, right = flat(old), flat(new)
         fields = sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))
         told = [f"{k} {left.get(k)} → {right.get(k)}" for k in fields]
         yield f"{name}: {_some(told)}"
@@ -122,12 +123,13 @@ def _detail(text: str, event: str, key: str) -> dict[str, Any] | None:
     return last
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """``{"model.layers": 5}`` of ``{"model": {"layers": 5}}``."""
     if not isinstance(value, dict):
         return {path: value}
     found: dict[str, Any] = {}
     for key, one in value.items():
-        found |= _flat(one, f"{path}.{key}" if path else str(key))
+        found |= flat(one, f"{path}.{key}" if path else str(key))
     return found
 
 

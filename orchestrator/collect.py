@@ -64,8 +64,7 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
     """Ask the container and its host at once; ``log`` is written."""
     found = Collected(ref, log)
     log.touch()
-    if ref.target.ct is not None:
-        found.probes["ct"] = ref.target.ct
+    found.probes["ct"] = ref.target.ct
     if (launched := launch_time(ref.run_id or "")) is not None:
         found.probes["run_started"] = launched
     beside: Looks | None = None
@@ -79,7 +78,7 @@ def collect(fleet: Fleet, ref: RunRef, log: Path) -> Collected:
         raise
     except DflashctlError as error:
         found.error = error
-        found.probes["ssh" if ref.target.ct is None or error.ct is None else "pct"] = raw(error)
+        found.probes["ssh" if error.ct is None else "pct"] = raw(error)
     if beside is not None:
         # It looked while the container did.
         found.probes.update(beside.taken(until - time.monotonic()))
@@ -218,10 +217,10 @@ def _request_stacks(channel: AgentChannel, ref: RunRef, summary: RunSummary) -> 
 def _stacks(fleet: Fleet, ref: RunRef, summary: RunSummary, inside: Request) -> str:
     """From the container, else from its host: a container may forbid ptrace or lack py-spy."""
     seen = inside.result()["stacks"]
-    if ref.target.ct is not None and not _shows_python(seen):
+    if not _shows_python(seen):
         try:
             outside = fleet.host(ref.target.host).request(
-                *("stacks",),
+                "stacks",
                 side="host",
                 run_id=summary.run_id,
                 ct=ref.target.ct,
@@ -286,7 +285,7 @@ def _ask_past(channel: AgentChannel, ref: RunRef, answer: dict[str, Any]) -> Cal
     run_id, record = str(answer["run_id"]), answer.get("record") or {}
     paths = ContainerPaths(ref.target.settings.workdir)
     events = channel.request(
-        *("tail",), run_id=run_id, files=[RunPaths("").events], lines=EVENT_LINES, follow=False
+        "tail", run_id=run_id, files=[RunPaths("").events], lines=EVENT_LINES, follow=False
     )
     name = RunPaths("").environment
     environment = channel.request("pull.read", run_id=run_id, path=name)

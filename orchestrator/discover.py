@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from orchestrator import yaml_text
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import InventoryError
 from orchestrator.inventory import NAME, Inventory
 from orchestrator.target import HostTarget
+from orchestrator.yaml_text import YamlFault, one_line, parse
 
 _NODE = re.compile(r"/dev/nvidia(\d+)\b")
 HEADER = """\
@@ -156,7 +154,7 @@ def render(found: Discovery) -> str:
         return ""
     parts = [HEADER.format(host=found.host)]
     if found.settings is not None:
-        parts.append(f"hosts:\n  {_scalar(found.host)}: {_flow(found.settings)}\n")
+        parts.append(f"hosts:\n  {one_line(found.host)}: {one_line(found.settings)}\n")
     if found.new:
         parts.append("containers:\n" + container_lines(found.host, found.new))
     return "".join(parts)
@@ -170,17 +168,8 @@ def container_lines(host: str, new: Sequence[Found]) -> str:
         if item.uuids and len(item.uuids) == len(item.minors):
             entry["gpus"] = list(item.uuids)
         cards = ", ".join(f"/dev/nvidia{minor}" for minor in item.minors) or "no GPU"
-        lines.append(f"  # {item.status}; {cards}\n  {_scalar(item.name)}: {_flow(entry)}\n")
+        lines.append(f"  # {item.status}; {cards}\n  {one_line(item.name)}: {one_line(entry)}\n")
     return "".join(lines)
-
-
-def _flow(entry: Mapping[str, Any]) -> str:
-    text = yaml.safe_dump(dict(entry), default_flow_style=True, sort_keys=False, width=10_000)
-    return str(text).strip()
-
-
-def _scalar(text: str) -> str:
-    return str(yaml.safe_dump(text, width=10_000)).splitlines()[0]
 
 
 def add(old: str, found: Discovery, path: Path) -> str:
@@ -210,8 +199,8 @@ def add(old: str, found: Discovery, path: Path) -> str:
 
 def _tree(text: str) -> dict[str, Any]:
     try:
-        tree, _ = yaml_text.parse(text)
-    except yaml_text.YamlFault:
+        tree, _ = parse(text)
+    except YamlFault:
         return {}
     return tree if isinstance(tree, dict) else {}
 
@@ -228,5 +217,5 @@ def ask(channel: AgentChannel) -> Answers:
     """Two requests at once: the containers, and the driver's list of cards."""
     listing = channel.request("ct.list")
     reading = channel.request("exec", command=READ_GPUS)
-    text = b"".join(p for head, p in reading.frames() if head.get("stream") == "stdout")
+    _, text, _ = reading.outputs()
     return Answers(listing.result()["containers"], uuids(text.decode(errors="replace")))

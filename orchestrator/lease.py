@@ -36,8 +36,8 @@ def claim(
     owner: dict[str, Any],
     *,
     force: bool,
-) -> list[dict[str, Any]]:
-    """Lease all of ``gpus`` or none; returns the stale leases that were taken over.
+) -> None:
+    """Lease all of ``gpus`` or none; stale leases are taken over.
 
     :raises RefusedError: leased by a run that lives, or used by a process; not under ``force``.
     """
@@ -45,11 +45,11 @@ def claim(
     leasing = host.request(
         "lease.acquire", gpus=gpus, run_id=run_id, ct=target.ct, owner=owner, force=force
     )
-    taken_over: list[dict[str, Any]] = leasing.result()["taken_over"]
+    leasing.result()
     found = using.result()
     if found.get("error"):
         # Without a driver on the host nothing can be told of its processes; the leases still hold.
-        return taken_over
+        return
     busy = [
         one
         for one in found["processes"]
@@ -65,7 +65,6 @@ def claim(
             ct=target.ct,
             run_id=run_id,
         )
-    return taken_over
 
 
 def confirm(
@@ -78,10 +77,9 @@ def confirm(
     host.call("lease.acquire", gpus=gpus, run_id=run_id, ct=target.ct, owner=owner, started=True)
 
 
-def release(host: AgentChannel, run_id: str) -> list[str]:
-    """Give back whatever the run has leased; the UUIDs."""
-    released: list[str] = host.call("lease.release", run_id=run_id)["released"]
-    return released
+def release(host: AgentChannel, run_id: str) -> None:
+    """Give back whatever the run has leased."""
+    host.call("lease.release", run_id=run_id)
 
 
 def _words(process: dict[str, Any], cards: list[dict[str, Any]]) -> str:

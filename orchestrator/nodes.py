@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ from orchestrator import launch as launching
 from orchestrator import meeting, preflight
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import DflashctlError, RefusedError
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, Notice
 from orchestrator.launch import Order, Started
 from orchestrator.reconnect import reconnecting
 from orchestrator.release import Release
@@ -27,8 +27,6 @@ LISTEN_S = 60.0
 VISIT_S = 8.0
 # Nodes whose sibling failed to start have done nothing yet.
 GRACE_S = 5
-
-Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,13 @@ def meet(targets: Sequence[Target], channels: Sequence[AgentChannel]) -> Meeting
     first, *others = targets
     door = _ask(channels[0], first, "listen", str(LISTEN_S))
     try:
-        offered = _first_line(door)
+        offered = _first_line(door, first)
         addresses = list(offered["addresses"])
         visits = [
             _ask(channel, target, "visit", str(offered["port"]), str(VISIT_S), *addresses)
             for target, channel in zip(others, channels[1:], strict=True)
         ]
-        answers = [_first_line(visit) for visit in visits]
+        answers = [_first_line(visit, target) for visit, target in zip(visits, others, strict=True)]
     finally:
         door.cancel()
         with contextlib.suppress(DflashctlError):
@@ -233,7 +231,7 @@ def _ask(channel: AgentChannel, target: Target, *words: str) -> Request:
     return channel.request("exec", command=command, cwd="/", timeout_s=LISTEN_S)
 
 
-def _first_line(request: Request) -> dict[str, Any]:
+def _first_line(request: Request, target: Target) -> dict[str, Any]:
     """The first JSON line that the far side prints."""
     heard = bytearray()
     words = bytearray()
@@ -246,4 +244,6 @@ def _first_line(request: Request) -> dict[str, Any]:
     raise RefusedError(
         f"its interpreter could not look at the network: {last[-1] if last else 'no answer'}",
         next_step="`dflashctl doctor` looks at the interpreter",
+        host=target.host.name,
+        ct=target.ct,
     )

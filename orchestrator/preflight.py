@@ -136,20 +136,20 @@ def _check(name: str, found: dict[str, Any], target: Target) -> Check:
     ok = bool(found.get("ok"))
     value = found.get("value")
     text = str(found.get("error") or "") or _words(value)
-    missing = " ".join(value.get("missing", [])) if isinstance(value, dict) else ""
+    facts = value if isinstance(value, dict) else {}
+    missing = " ".join(facts.get("missing", []))
     python = target.settings.python
     step = NEXT_STEPS.get(name, "")
     if missing and SYSTEM_PYTHON.fullmatch(python):
         step = PEP_668
-    folder = str(value.get("folder", "")) if isinstance(value, dict) else ""
-    place = str(value.get("place", "")) if isinstance(value, dict) else ""
+    folder, place = str(facts.get("folder", "")), str(facts.get("place", ""))
     if name == "gpu" and text.startswith("timed out"):
         text, step = f"nvidia-smi {text}", HUNG_DRIVER
     if name == "tmux" and folder:
         step = SOCKET_FOLDER
     if name == "tmux" and place:
         step = SOCKET_PLACE
-    if name == "tmp" and isinstance(value, dict) and value.get("noexec"):
+    if name == "tmp" and facts.get("noexec"):
         step = NOEXEC
     step = step.format(
         python=python,

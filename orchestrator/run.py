@@ -29,7 +29,7 @@ from orchestrator.target import RUN_ID, Target, everything, resolve
 ENDED = frozenset({"finished", "failed", "stopped"})
 
 
-def new_run_id(name: str | None, now: float | None = None) -> str:
+def new_run_id(name: str | None) -> str:
     """``<name>-<date>-<time>-<4 hex>``: made here, so that a repeated start means the same run.
 
     :raises UsageError: a name that is no file and session name.
@@ -41,7 +41,7 @@ def new_run_id(name: str | None, now: float | None = None) -> str:
             f"{name!r} is no name for a run",
             next_step="use up to 40 letters, digits, dashes and underscores, no dash first",
         )
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    stamp = time.strftime("%Y%m%d-%H%M%S")
     return f"{name}-{stamp}-{secrets.token_hex(2)}"
 
 

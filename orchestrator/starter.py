@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-import yaml
-
 from orchestrator import inventory as inventories
 from orchestrator.errors import UsageError
 from orchestrator.inventory import NAME, Inventory
@@ -19,6 +17,7 @@ from orchestrator.laptop_path import writing
 from orchestrator.launch import START_SCRIPT
 from orchestrator.paths import DEFAULT_WORKDIR, LaptopPaths
 from orchestrator.target import resolve_host
+from orchestrator.yaml_text import one_line
 
 CONFIG = "train.yaml"
 
@@ -57,11 +56,11 @@ def inventory_text(choices: Choices) -> str:
     settings = resolve_host(Inventory(), choices.host).settings
     entry = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     return _INVENTORY.substitute(
-        host=_flow(entry),
-        name=_flow(choices.name),
+        host=one_line(entry),
+        name=one_line(choices.name),
         ct=choices.ct,
-        workdir=_flow(choices.workdir),
-        python=_flow(choices.python),
+        workdir=one_line(choices.workdir),
+        python=one_line(choices.python),
     )
 
 
@@ -73,10 +72,10 @@ def script_text(choices: Choices) -> str:
 def config_text(choices: Choices) -> str:
     """The trainer's config."""
     return _CONFIG.substitute(
-        model=_flow(choices.model),
+        model=one_line(choices.model),
         name=choices.name,
         config=CONFIG,
-        data=_flow(f"{choices.workdir.rstrip('/')}/data/{choices.name}"),
+        data=one_line(f"{choices.workdir.rstrip('/')}/data/{choices.name}"),
     )
 
 
@@ -112,11 +111,6 @@ def write(files: dict[Path, str]) -> list[Written]:
             path.chmod(0o755)
         done.append(Written(path, made=True))
     return done
-
-
-def _flow(value: object) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
-    return str(text).removesuffix("...\n").strip()
 
 
 _INVENTORY = Template("""\

@@ -49,6 +49,12 @@ def parse(text: str) -> tuple[Any, dict[Where, int]]:
         raise YamlFault(f"a value does not fit its type: {error}") from None
 
 
+def one_line(value: object) -> str:
+    """A value as YAML that fits behind a key."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+    return str(text).removesuffix("...\n").strip()
+
+
 # libyaml speaks of its own grammar, and names the place where it gave up, not where it began.
 _WORDS = (
     (

@@ -84,7 +84,7 @@ def look(fleet: Fleet, modules: tuple[str, ...], target: Target) -> Looked:
         spy = _asks_py_spy(channel, target.settings.python)
         checks = preflight.read(asked.result(), target)
         seen = _answers(spy)
-        if not seen and target.ct is not None:
+        if not seen:
             host = target.host
             with contextlib.suppress(DflashctlError):
                 seen = _answers(_asks_py_spy(fleet.host(host), host.settings.python))

@@ -35,7 +35,6 @@ class Mount:
     """A row of ``df``; sizes as printed, ``percent`` used (of inodes if ``inodes``)."""
 
     line: Line
-    filesystem: str
     size: str
     percent: int
     path: str
@@ -211,7 +210,7 @@ def _probe(key: str, value: Any) -> Probe:
 
 
 _DF = re.compile(
-    r"^(\S+(?: \S+)?)\s+([\d.]+[KMGTPi]*B?)\s+([\d.]+[KMGTPi]*B?)\s+([\d.]+[KMGTPi]*B?|-)\s+"
+    r"^\S+(?: \S+)?\s+([\d.]+[KMGTPi]*B?)\s+([\d.]+[KMGTPi]*B?)\s+([\d.]+[KMGTPi]*B?|-)\s+"
     r"(\d{1,3})%\s+(/\S*)"
 )
 
@@ -226,7 +225,7 @@ def _mounts(probes: Probes) -> Iterator[Mount]:
                 inodes = False
             match = _DF.match(line.text.strip())
             if match is not None:
-                yield Mount(line, match[1], match[2], int(match[5]), match[6], inodes)
+                yield Mount(line, match[1], int(match[4]), match[5], inodes)
 
 
 _NODE = re.compile(

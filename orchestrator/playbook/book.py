@@ -149,9 +149,11 @@ def parse(text: str, source: str) -> Playbook:
     except yaml_text.YamlFault as fault:
         line = f":{fault.line}" if fault.line else ""
         problem = fault.problem
-        # Without quotes YAML reads {{name}} as a mapping whose key is a mapping.
-        hint = 'put quotes round it: "{{name}}"' if "unhashable" in problem else ""
-        raise UsageError(f"{source}{line}: {problem}", next_step=hint) from None
+        remedy = "correct it there, or in the line above; `--check` reads it again"
+        if "unhashable" in problem:
+            # Without quotes YAML reads {{name}} as a mapping whose key is a mapping.
+            remedy = 'put quotes round it: "{{name}}"'
+        raise UsageError(f"{source}{line}: {problem}", next_step=remedy) from None
     if not isinstance(tree, dict):
         raise UsageError(
             f"{source} is no playbook", next_step=f"it has the keys {', '.join(SECTIONS)}"

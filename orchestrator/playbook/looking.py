@@ -115,7 +115,7 @@ def diag(stage: Stage, action: actions.Diag) -> Done:
 
 def _refuse_findings(report: Report, ref: RunRef, fail_on: str) -> None:
     """:raises RunFailed: a finding as heavy as ``fail_on``, the root cause first."""
-    limit = {"fatal": 0, "warning": 1}.get(fail_on, -1)
+    limit = WEIGHTS.get(fail_on, -1)
     for finding in report.findings:
         if WEIGHTS[finding.severity] <= limit:
             raise RunFailed(

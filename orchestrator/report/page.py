@@ -7,12 +7,13 @@ The page needs no network, no script and no font of its own.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from orchestrator.changes import flat, words
 from orchestrator.diag.steps import Step
 from orchestrator.report.plot import Chart, Mark, Series, draw, escape, number
 from trainer.telemetry import EventLine, StepLine, compact, duration
@@ -56,7 +57,7 @@ def render(record: RunRecord) -> str:
         findings=_findings(record.findings, str(record.summary.get("state"))),
         charts=_charts(record),
         events=_events(record.events),
-        manifest=_table(_flatten(record.manifest)),
+        manifest=_table(flat(record.manifest)),
         log=escape("\n".join(record.last_lines)) or "(nothing)",
     )
 
@@ -213,12 +214,8 @@ def _finding(finding: dict[str, Any]) -> str:
 def _quote(evidence: dict[str, Any]) -> str:
     """``log:88121  the line``, as the terminal's report has it."""
     source = str(evidence.get("source", "")).removeprefix("probe:")
-    line = evidence.get("line")
-    return (
-        f"{source}:{line}  {evidence.get('text', '')}"
-        if line
-        else (f"{source}  {evidence.get('text', '')}")
-    )
+    line = f":{evidence['line']}" if evidence.get("line") else ""
+    return f"{source}{line}  {evidence.get('text', '')}"
 
 
 def _events(events: Sequence[EventLine]) -> str:
@@ -251,19 +248,11 @@ def _clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _flatten(data: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for key, value in data.items():
-        if isinstance(value, dict):
-            rows += _flatten(value, f"{prefix}{key}.")
-        else:
-            shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            rows.append((f"{prefix}{key}", shown))
-    return rows
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in rows)
+def _table(facts: Mapping[str, Any]) -> str:
+    body = "".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(words(value))}</td></tr>"
+        for key, value in facts.items()
+    )
     return f"<table>{body}</table>" if body else '<p class="none">none</p>'
 
 

@@ -82,16 +82,14 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return found
 
 
-def thin(
-    points: Sequence[tuple[float, float | None]], limit: int = MAX_POINTS
-) -> list[tuple[float, float | None]]:
-    """At most about ``limit`` points, keeping the least and the greatest of every bucket.
+def thin(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+    """At most about ``MAX_POINTS`` points, keeping the least and the greatest of every bucket.
 
     A mean would hide the one spike that the reader came to see.
     """
-    if len(points) <= limit:
+    if len(points) <= MAX_POINTS:
         return list(points)
-    size = math.ceil(2 * len(points) / limit)
+    size = math.ceil(2 * len(points) / MAX_POINTS)
     kept: list[tuple[float, float | None]] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
