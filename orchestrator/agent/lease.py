@@ -130,4 +130,5 @@ def _words(lease: dict[str, Any]) -> str:
     owner = lease.get("owner") or {}
     who = owner.get("user") or "somebody"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(lease.get("created", 0.0)))
-    return f"{lease['gpu']} by {who} for {lease['run_id']} in {lease.get('ct')} since {when}"
+    place = f"container {lease.get('ct')}"
+    return f"{lease['gpu']} by {who} for {lease['run_id']} in {place} since {when}"

@@ -45,6 +45,10 @@ def diag(
     """
     if bundle is not None and bundle.is_file() and not (runs or host or ct or log or saved):
         saved, bundle = bundle, None  # a bundle that is there, and nothing to write into it
+    if bundle is not None:
+        from orchestrator.diag.bundle import check_packer
+
+        check_packer(bundle)
     if log is not None or saved is not None or probes is not None:
         if runs or host:
             raise UsageError(

@@ -125,9 +125,22 @@ def _log_text(log: Path | None) -> tuple[str, int]:
         return stream.read().decode("utf-8", "surrogateescape"), cut
 
 
+def check_packer(path: Path) -> None:
+    """For before anything is looked at.
+
+    :raises UsageError: what packs a bundle of that name is not installed.
+    """
+    if not _is_gzip(path):
+        _zstandard()
+
+
+def _is_gzip(path: Path) -> bool:
+    return path.name.removesuffix(".part").endswith((".gz", ".tgz"))
+
+
 @contextmanager
 def _packed(path: Path) -> Iterator[IO[bytes]]:
-    if path.name.endswith((".gz.part", ".tgz.part")):
+    if _is_gzip(path):
         with gzip.open(path, "wb") as stream:
             yield stream  # type: ignore[misc]
         return
@@ -162,7 +175,7 @@ def _zstandard() -> Any:
         import zstandard
     except ModuleNotFoundError:
         raise UsageError(
-            "a .tar.zst bundle needs the package zstandard",
+            "bundles not named .tar.gz are packed by the package zstandard, which is not installed",
             next_step=f"{_install_zstandard()}; or name the file .tar.gz, which needs nothing",
         ) from None
     return zstandard

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cli.diag import diag
 from orchestrator.diag import Evidence, diagnose
 from orchestrator.diag.bundle import read_bundle, write_bundle
 from orchestrator.diag.cli import offline
@@ -112,6 +113,15 @@ def test_without_zstandard_the_way_to_it_fits_the_installation(
     assert (f"{sys.executable} -m pip install zstandard" in step) != pipx
     write_bundle(tmp_path / "x.tar.gz", log=None, probes={}, report=report)
     assert read_bundle(tmp_path / "x.tar.gz").probes == {}
+
+
+@pytest.mark.parametrize("name", ["x.zip", "x.tar.zst"])
+def test_a_bundle_that_cannot_be_packed_is_refused_before_anything_is_reached(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UsageError, match="zstandard"):
+        diag(host="no-such-host", ct=200, bundle=tmp_path / name)
 
 
 def test_members_are_plain_files_for_any_tool(tmp_path: Path) -> None:
