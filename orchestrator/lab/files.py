@@ -171,7 +171,9 @@ def make_own_python(upper: Path) -> None:
     binaries = overlay.folder(upper, Path(render.OWN_PYTHON) / "bin")
     for name in ("python", "python3"):
         (binaries / name).symlink_to(home)
-    overlay.write(upper, Path(render.OWN_PYTHON) / "pyvenv.cfg", f"home = {home.parent}\n")
+    # Its library is beside the program itself, not beside a link to it.
+    where = home.resolve().parent
+    overlay.write(upper, Path(render.OWN_PYTHON) / "pyvenv.cfg", f"home = {where}\n")
 
 
 def beyond_minimal() -> list[Path]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
-from orchestrator.lab import Container, LabSpec
+import pytest
+
+from orchestrator.lab import Container, LabSpec, files
 from orchestrator.lab.cgroups import find
 from orchestrator.lab.layout import Layout
 from orchestrator.lab.mounts import on_overlay
@@ -133,3 +137,19 @@ def test_an_overlay_below_the_folder_is_seen_and_one_beside_it_is_not() -> None:
 def test_what_lies_below_a_hidden_folder_need_not_be_hidden(tmp_path: Path) -> None:
     inner, other = tmp_path / "a" / "b", tmp_path / "ab"
     assert outermost([inner, tmp_path / "a", other]) == [tmp_path / "a", other]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="layers have the owners of what lies below")
+def test_an_own_python_works_where_the_systems_is_a_link_to_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "bin" / "python3"
+    link.parent.mkdir()
+    link.symlink_to(files.system_python())
+    monkeypatch.setattr(files, "system_python", lambda: link)
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    files.make_own_python(upper)
+    own = upper / "srv" / "python"
+    argv = [str(own / "bin" / "python"), "-c", "import json, sys; print(sys.prefix)"]
+    assert subprocess.check_output(argv, env={}, text=True) == f"{own}\n"
