@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -140,16 +139,15 @@ def test_what_lies_below_a_hidden_folder_need_not_be_hidden(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="layers have the owners of what lies below")
-def test_an_own_python_works_where_the_systems_is_a_link_to_elsewhere(
+def test_an_own_pythons_library_is_beside_the_program_where_the_systems_is_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    program = tmp_path / "elsewhere" / "python3.12"
     link = tmp_path / "bin" / "python3"
     link.parent.mkdir()
-    link.symlink_to(files.system_python())
+    link.symlink_to(program)
     monkeypatch.setattr(files, "system_python", lambda: link)
-    upper = tmp_path / "upper"
-    upper.mkdir()
-    files.make_own_python(upper)
-    own = upper / "srv" / "python"
-    argv = [str(own / "bin" / "python"), "-c", "import json, sys; print(sys.prefix)"]
-    assert subprocess.check_output(argv, env={}, text=True) == f"{own}\n"
+    files.make_own_python(tmp_path)
+    own = tmp_path / "srv" / "python"
+    assert (own / "bin" / "python").readlink() == link
+    assert (own / "pyvenv.cfg").read_text() == f"home = {program.parent}\n"
