@@ -307,7 +307,7 @@ class LockedCompile:
             except torch_internals.RecompileLimitHit as error:
                 raise RecompileError(
                     f"{self.name} was compiled {self._owner.recompile_limit} times and needs more",
-                    next_step="give it fewer distinct shapes, or raise the recompile limit",
+                    next_step="give it fewer distinct shapes",
                 ) from error
             except RuntimeError as error:
                 # Raised at entry, before anything ran: a foreign tracer began after our look at
@@ -322,7 +322,7 @@ class LockedCompile:
         raise EagerRunError(
             f"{self.name} ran without torch.compile (stance {torch_internals.stance()!r})",
             next_step="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, and look above for a "
-            "recompile limit; set compile: false to train without torch.compile",
+            "recompile limit",
         )
 
     def _report_recompile(self) -> None:
@@ -331,7 +331,7 @@ class LockedCompile:
         if self._owner.policy == "fail":
             raise RecompileError(
                 f"{self.name} was compiled again after warm-up: {reason or 'no reason recorded'}",
-                next_step="give every step the shapes of the plan, or set recompile policy 'warn'",
+                next_step="give every step the shapes of the plan, or set pipeline.recompile: warn",
             )
 
 

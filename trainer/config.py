@@ -305,12 +305,12 @@ def load_config(path: Path) -> TrainConfig:
             next_step="give the path of a YAML file; playbooks/demo/config.yaml is a first one",
         ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
+        raise ConfigError(f"{path} is not UTF-8 text", next_step="save it as UTF-8") from None
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         where = str(error).replace("\n", " ")
-        raise ConfigError(f"{path} is not YAML: {where}") from None
+        raise ConfigError(f"{path} is not YAML: {where}", next_step="mend that line") from None
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{path} holds {type(tree).__name__}, not a mapping of sections",

@@ -23,4 +23,7 @@ def packaged_file(spec: str) -> Path:
         if (path := Path(folder) / file).is_file():
             return path
     there = sorted(p.name for p in Path(found.submodule_search_locations[0]).iterdir())
-    raise DataError(f"{spec}: the package has no such file; it holds {', '.join(there)}")
+    raise DataError(
+        f"{spec}: the package has no such file; it holds {', '.join(there)}",
+        next_step=f"name a file that is there after {PACKAGE}{name}/",
+    )

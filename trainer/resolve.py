@@ -51,7 +51,10 @@ def resolve(config: TrainConfig) -> Resolved:
             next_step="mend the `drafter` section",
         ) from None
     except ValueError as error:
-        raise ConfigError(f"the drafter does not fit {config.target.model}: {error}") from None
+        raise ConfigError(
+            f"the drafter does not fit {config.target.model}: {error}",
+            next_step="choose a target with rotary position embeddings",
+        ) from None
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(
@@ -62,7 +65,8 @@ def resolve(config: TrainConfig) -> Resolved:
     if config.data.sequence_length <= drafter.block_size:
         raise ConfigError(
             f"data.sequence_length is {config.data.sequence_length}, drafter.block_size"
-            f" {drafter.block_size}: no row could hold a block and its context"
+            f" {drafter.block_size}: no row could hold a block and its context",
+            next_step="raise data.sequence_length, or lower drafter.block_size",
         )
     if config.data.anchors > config.data.sequence_length:
         raise ConfigError(

@@ -28,6 +28,9 @@ from trainer.graphs import Recorded
 from trainer.objective import FrozenTarget
 from trainer.packaged import PACKAGE, packaged_file
 
+GIVE_A_MODEL = "name the folder that `save_pretrained` wrote, or a .gguf file"
+OTHER_TARGET = "choose another target; most causal language models of transformers will do"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -51,17 +54,17 @@ def locate(model: str) -> Source:
     path = Path(model)
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise TargetError(f"target.model: no file {path}")
+            raise TargetError(f"target.model: no file {path}", next_step=GIVE_A_MODEL)
         return Source(str(path.parent), path.name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise TargetError(
                 f"target.model: the folder {path} has no config.json",
-                next_step="name the folder that `save_pretrained` wrote, or a .gguf file",
+                next_step=GIVE_A_MODEL,
             )
         return Source(str(path))
     if path.is_absolute() or model.startswith(".") or model.count("/") > 1:
-        raise TargetError(f"target.model: no file or folder {model}")
+        raise TargetError(f"target.model: no file or folder {model}", next_step=GIVE_A_MODEL)
     return Source(model, silence=hub.silence())
 
 
@@ -90,14 +93,16 @@ def load_tokenizer(target: TargetConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments())
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(
-            f"target.model {target.model}: no usable tokenizer: {first_line(error)}"
+            f"target.model {target.model}: no usable tokenizer: {first_line(error)}",
+            next_step="put the tokenizer's files beside the weights",
         ) from None
     if target.chat_template:
         try:
             tokenizer.chat_template = target.chat_template.read_text(encoding="utf-8")
         except OSError as error:
             raise TargetError(
-                f"target.chat_template: cannot read {target.chat_template}: {error.strerror}"
+                f"target.chat_template: cannot read {target.chat_template}: {error.strerror}",
+                next_step="name a Jinja file, relative to the config file",
             ) from None
     return tokenizer
 
@@ -127,7 +132,8 @@ def load_model(target: TargetConfig, device: torch.device) -> Any:
         ) from None
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise TargetError(
-            f"target.model {target.model}: its weights cannot be loaded: {first_line(error)}"
+            f"target.model {target.model}: its weights cannot be loaded: {first_line(error)}",
+            next_step="copy or download the model again; a missing package is named above",
         ) from None
     return freeze(model)
 
@@ -155,7 +161,8 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     if not owners:
         raise TargetError(
             f"{type(model).__name__} has no list of {text.num_hidden_layers} decoder layers beside"
-            " its input embedding, so it cannot be tapped"
+            " its input embedding, so it cannot be tapped",
+            next_step=OTHER_TARGET,
         )
     # The innermost owner is the decoder itself; an outer one would be a wrapper.
     return owners[-1]
@@ -166,10 +173,11 @@ def frozen_weights(model: Any) -> FrozenTarget:
     embedding = model.get_input_embeddings().weight.detach()
     head_module = model.get_output_embeddings()
     if head_module is None:
-        raise TargetError(f"{type(model).__name__} has no output head")
+        raise TargetError(f"{type(model).__name__} has no output head", next_step=OTHER_TARGET)
     if getattr(head_module, "bias", None) is not None:
         raise TargetError(
-            f"{type(model).__name__} has a biased output head; readers of drafters apply none"
+            f"{type(model).__name__} has a biased output head; readers of drafters apply none",
+            next_step=OTHER_TARGET,
         )
     head = head_module.weight.detach()
     tied = head.data_ptr() == embedding.data_ptr()
@@ -345,7 +353,8 @@ def check_taps(model: Any, layer_ids: Sequence[int]) -> None:
         if not torch.equal(found, result.hidden_states[layer_id + 1]):
             raise TargetError(
                 f"{type(model).__name__}: the output of layer {layer_id} is not"
-                f" hidden_states[{layer_id + 1}]; this architecture cannot be tapped"
+                f" hidden_states[{layer_id + 1}]; this architecture cannot be tapped",
+                next_step=OTHER_TARGET,
             )
 
 

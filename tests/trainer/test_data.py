@@ -23,6 +23,7 @@ from trainer.data.conversation import (
     read_conversations,
 )
 from trainer.data.pack import PackedBatches, pack_rows
+from trainer.data.prepare import check_files
 from trainer.data.store import Samples
 from trainer.data.template import PROOFS, ChatTemplate, Encoded
 from trainer.errors import DataError
@@ -117,6 +118,25 @@ def test_a_template_that_rewrites_earlier_turns_stops_clearly() -> None:
     rewriting = "{{ messages | length }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="generation"):
         ChatTemplate(make_tokenizer(rewriting)).encode([USER, ANSWER])
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE], ids=["prefixes", "markers"])
+def test_a_conversation_that_the_template_refuses_is_left_out_with_its_line(
+    tmp_path: Path, template: str
+) -> None:
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer = make_tokenizer(strict + template)
+    lines = [[USER, ANSWER], [{"role": "system", "content": "be kind"}, USER, ANSWER]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
+    tree = run_config(tmp_path, data={"files": [str(path)]})
+    report, rejected = check_files(parse_config(tree, source="t", base=tmp_path), tokenizer)
+    assert report["samples"]["samples"] == 1
+    reason = "the chat template refuses the conversation: no system"
+    assert rejected == [Rejection("chats.jsonl:2", reason)]
+    # And as a prompt, which the target would be asked.
+    refusals = [ChatTemplate(tokenizer).refusal(messages[:-1]) for messages in lines]
+    assert refusals == [None, reason]
 
 
 def test_a_tokenizer_without_a_template_stops_clearly() -> None:

@@ -35,7 +35,10 @@ def evaluate(options: Namespace) -> int:
     model = load_model(target, device)
     misfits = config.misfits(model.config)
     if misfits:
-        raise ConfigError(f"this drafter does not fit {name}: {'; '.join(misfits)}")
+        raise ConfigError(
+            f"this drafter does not fit {name}: {'; '.join(misfits)}",
+            next_step="name the target that it was trained for by --target",
+        )
     drafter = Drafter(config)
     drafter.load_state_dict(weights)
     drafter.to(device, model.dtype)

@@ -137,6 +137,8 @@ class Maker:
             for item in items:
                 if isinstance(item, Rejection):
                     rejected.append(item)
+                elif (refusal := self.template.refusal(item.prompt)) is not None:
+                    rejected.append(Rejection(item.where, refusal))
                 elif item.key in found:
                     rejected.append(Rejection(item.where, "the same prompt as an earlier one"))
                 else:

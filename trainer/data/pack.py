@@ -63,7 +63,9 @@ class PackedBatches:
         self.shape = (self.rows, self.length, self.anchors)
         self.packed = pack_rows(samples.lengths, self.length, config.seed)
         if not self.packed:
-            raise DataError("there is no sample to train on")
+            raise DataError(
+                "there is no sample to train on", next_step="give more by data.files or data.make"
+            )
         per_step = self.rows * self.slots
         if optimization.steps is not None:
             self.steps = optimization.steps

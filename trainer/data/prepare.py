@@ -31,7 +31,7 @@ from trainer.data.conversation import (
 from trainer.data.features import NONE, FeatureFile
 from trainer.data.make import Maker, Progress, Say
 from trainer.data.store import Samples
-from trainer.data.template import ChatTemplate, Encoded
+from trainer.data.template import ChatTemplate, Encoded, RefusedError
 from trainer.drafter.config import text_config
 from trainer.errors import DataError
 from trainer.objective import anchor_candidates
@@ -80,7 +80,10 @@ def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {folder / REPORT}: {error}") from None
+        raise DataError(
+            f"cannot read {folder / REPORT}: {error}",
+            next_step="delete the folder; it is made again",
+        ) from None
     if report.get("key") != data_key(config):
         raise DataError(
             f"{folder} holds data prepared by another config (its key is {report.get('key')},"
@@ -168,7 +171,10 @@ def _make_folder(folder: Path, config: TrainConfig) -> None:
             )
         marker.write_text(data_key(config), encoding="utf-8")
     except OSError as error:
-        raise DataError(f"cannot write to data.folder {folder}: {error.strerror}") from None
+        raise DataError(
+            f"cannot write to data.folder {folder}: {error.strerror}",
+            next_step="free disk space there, or name another data.folder",
+        ) from None
 
 
 def _from_files(
@@ -184,7 +190,12 @@ def _from_files(
             elif item.messages[-1]["role"] != "assistant":
                 rejected.append(Rejection(item.where, "ends without an answer"))
             else:
-                yield _Sample(item.key, item.prompt, template.encode(item.messages))
+                try:
+                    encoded = template.encode(item.messages)
+                except RefusedError as error:
+                    rejected.append(Rejection(item.where, error.what))
+                else:
+                    yield _Sample(item.key, item.prompt, encoded)
 
 
 def _from_response(item: dict[str, Any]) -> _Sample:

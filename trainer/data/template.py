@@ -23,6 +23,10 @@ PROOFS = 64
 """Prompts on which a template's frame must prove literal."""
 
 
+class RefusedError(DataError):
+    """A template does not take one conversation; it may take others."""
+
+
 @dataclass(frozen=True)
 class Encoded:
     tokens: np.ndarray
@@ -46,6 +50,15 @@ class ChatTemplate:
     def prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant begins."""
         return self._tokens(self._render(messages, invite=True))
+
+    def refusal(self, messages: Messages) -> str | None:
+        """Why the template does not take a prompt; null if it does, as it does a user's words."""
+        if _only_words(messages) is None:
+            try:
+                self._render(messages, invite=True)
+            except RefusedError as error:
+                return error.what
+        return None
 
     def prompts(self, many: Sequence[Messages]) -> list[list[int]]:
         """``prompt`` of each, many times as fast: the tokenizer takes them together, and a user's
@@ -85,7 +98,10 @@ class ChatTemplate:
         text = self._render([{"role": "user", "content": marker}], invite=True)
         before, found, after = text.partition(marker)
         if not found:
-            raise DataError("the chat template does not show the user's words as they are")
+            raise DataError(
+                "the chat template does not show the user's words as they are",
+                next_step="give one that does by target.chat_template",
+            )
         return before, after
 
     def opening_length(self) -> int:
@@ -93,7 +109,7 @@ class ChatTemplate:
         return len(self._tokens(self.user_frame()[0]))
 
     def _by_markers(self, messages: Messages) -> Encoded:
-        made = self.tokenizer.apply_chat_template(
+        made = self._apply(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         mask = np.asarray(made["assistant_masks"], dtype=bool)
@@ -130,14 +146,18 @@ class ChatTemplate:
         return span
 
     def _render(self, messages: Messages, *, invite: bool) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=invite
-            )
-        except TemplateError as error:
-            raise DataError(f"the chat template refuses the conversation: {error}") from None
+        text = self._apply(messages, tokenize=False, add_generation_prompt=invite)
         assert isinstance(text, str)
         return text
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except TemplateError as error:
+            raise RefusedError(
+                f"the chat template refuses the conversation: {error}",
+                next_step="leave it out, or give another template by target.chat_template",
+            ) from None
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -209,7 +209,7 @@ def rope_base(text: Any) -> float:
         parameters = parameters[FULL]
     base = parameters.get("rope_theta") or getattr(text, "rope_theta", None)
     if base is None:
-        raise ValueError(f"no rope_theta in the target's {type(text).__name__}; state it")
+        raise ValueError(f"no rope_theta in the target's {type(text).__name__}")
     return float(base)
 
 
