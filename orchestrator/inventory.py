@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from orchestrator.errors import InventoryError
 from orchestrator.inventory_files import files_of
-from orchestrator.laptop_path import did_you_mean
+from orchestrator.laptop_path import read_text
 from orchestrator.paths import DEFAULT_WORKDIR, LaptopPaths
 from orchestrator.yaml_text import Where, YamlFault, parse
 
@@ -176,24 +176,10 @@ def _merge(merged: dict[str, Any], lines: Lines, path: Path) -> None:
 
 def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     """A file's content and, for each key path, the ``file:line`` it stands at."""
+    instead = "give --inventory FILE, or --host H --ct N without one"
+    text = read_text(path, "inventory", instead, wrong=InventoryError, absent=InventoryError)
     try:
-        text = path.read_text(encoding="utf-8")
         data, lines = parse(text)
-    except FileNotFoundError:
-        raise InventoryError(
-            f"inventory {path} does not exist{did_you_mean(path)}",
-            next_step="give --inventory FILE, or --host H --ct N without one",
-        ) from None
-    except OSError as error:
-        raise InventoryError(
-            f"inventory {path} cannot be read: {error.strerror}",
-            next_step=f"make it readable: ls -l {path}",
-        ) from None
-    except UnicodeDecodeError as error:
-        raise InventoryError(
-            f"inventory {path} is not UTF-8 text (byte {error.start})",
-            next_step="save it as UTF-8",
-        ) from None
     except YamlFault as fault:
         place = f"{path}:{fault.line}" if fault.line else str(path)
         raise InventoryError(

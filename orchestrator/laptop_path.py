@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.errors import UsageError
+from orchestrator.errors import DflashctlError, UsageError
 
 
 def laptop_path(text: str | Path) -> Path:
@@ -46,6 +46,36 @@ def did_you_mean(path: Path, *, folder: bool = False) -> str:
         here = here / close[0]
     found = here.is_dir() if folder else here.is_file()
     return f"; did you mean {here}?" if found and here != path else ""
+
+
+def read_text(
+    path: Path,
+    what: str,
+    instead: str,
+    *,
+    wrong: type[DflashctlError] = UsageError,
+    absent: type[DflashctlError] = UsageError,
+) -> str:
+    """A file of text that a person named.
+
+    :param what: it is, such as ``inventory``.
+    :param instead: what to do where there is none.
+    :raises DflashctlError: ``absent``, or ``wrong`` where it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        error = absent(f"{what} {path} does not exist{did_you_mean(path)}", next_step=instead)
+    except OSError as refused:
+        error = wrong(
+            f"{what} {path} cannot be read: {refused.strerror}",
+            next_step=f"make it readable: ls -l {path}",
+        )
+    except UnicodeDecodeError as broken:
+        error = wrong(
+            f"{what} {path} is not UTF-8 text (byte {broken.start})", next_step="save it as UTF-8"
+        )
+    raise error
 
 
 def working_folder() -> Path:

@@ -27,7 +27,7 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.fleet import Fleet, Notice, Opening
-from orchestrator.laptop_path import did_you_mean
+from orchestrator.laptop_path import read_text
 from orchestrator.reconnect import reconnecting
 from orchestrator.release import Arrivals, Progress, Push, Release
 from orchestrator.route import find_route
@@ -170,14 +170,7 @@ def read_environment_file(path: Path) -> dict[str, str]:
 
     :raises UsageError: unreadable, or a line of another form (named by number, never shown).
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"--env-file {path} cannot be read: {getattr(error, 'strerror', error)}"
-            + (did_you_mean(path) if isinstance(error, FileNotFoundError) else ""),
-            next_step="give a file of KEY=VALUE lines",
-        ) from None
+    lines = read_text(path, "--env-file", "give a file of KEY=VALUE lines").splitlines()
     found = {}
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ").strip()

@@ -95,18 +95,13 @@ def write(files: dict[Path, str]) -> list[Written]:
     for path, text in files.items():
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # "x": nobody's file is replaced, not even one made a moment ago.
-            with path.open("x", encoding="utf-8") as stream:
-                stream.write(text)
-        except FileExistsError:
-            done.append(Written(path, made=False))
-            continue
-        except OSError as error:
-            raise UsageError(
-                f"{path} cannot be written: {error.strerror}",
-                next_step="name another folder: dflashctl init FOLDER",
-            ) from None
+            try:
+                # "x": nobody's file is replaced, not even one made a moment ago.
+                with path.open("x", encoding="utf-8") as stream:
+                    stream.write(text)
+            except FileExistsError:
+                done.append(Written(path, made=False))
+                continue
         if path.name == START_SCRIPT:
             path.chmod(0o755)
         done.append(Written(path, made=True))

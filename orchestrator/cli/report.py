@@ -10,9 +10,8 @@ import typer
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Runs
 from orchestrator.cli.session import open_session
-from orchestrator.errors import UsageError
 from orchestrator.examine import examine
-from orchestrator.laptop_path import laptop_path
+from orchestrator.laptop_path import laptop_path, writing
 from orchestrator.report.gather import gather
 from orchestrator.report.page import render
 from orchestrator.run import RunRef
@@ -39,15 +38,9 @@ def report(
         report = examine(session.fleet, ref).report
         record = gather(channel, ref, [finding.as_dict() for finding in report.findings])
     path = laptop_path(file or f"{run_id}.html")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(record), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror}",
-            next_step="name another file: -o FILE",
-            run_id=run_id,
-        ) from None
     if as_json:
         place = {key: record.summary[key] for key in ("run_id", "host", "ct", "state")}
         count = len(record.steps) or len(record.logged)

@@ -23,7 +23,7 @@ from orchestrator.cli.options import (
     Targets,
 )
 from orchestrator.cli.session import Session, open_session
-from orchestrator.errors import ContainerNotRunning, DflashctlError
+from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
 from orchestrator.fanout import each_run
 from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Looks, mean_use
@@ -115,7 +115,7 @@ def _silence(error: DflashctlError) -> str:
     """Why there is no answer; never a state of a run."""
     if isinstance(error, ContainerNotRunning):
         return "not running"
-    return "unreachable" if error.exit_code == 3 else "unknown"
+    return "unreachable" if isinstance(error, UnreachableError) else "unknown"
 
 
 def _as_json(answers: list[Asked]) -> dict[str, Any]:

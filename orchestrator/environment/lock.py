@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrator.errors import NotFoundError, UsageError
-from orchestrator.laptop_path import did_you_mean
+from orchestrator.laptop_path import read_text
 
 
 class _Part(BaseModel):
@@ -116,16 +116,5 @@ def _reason(error: ValueError) -> str:
 
 def read_lock(path: Path) -> Environment:
     """:raises NotFoundError: no such file. :raises UsageError: it is not a lock file."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise NotFoundError(
-            f"there is no lock file {path}{did_you_mean(path)}",
-            next_step=f"write one: dflashctl env freeze TARGET -o {path}",
-        ) from None
-    except OSError as error:
-        raise UsageError(
-            f"lock file {path} cannot be read: {error.strerror}",
-            next_step=f"make it readable: ls -l {path}",
-        ) from None
-    return parse(text, str(path))
+    instead = f"write one: dflashctl env freeze TARGET -o {path}"
+    return parse(read_text(path, "lock file", instead, absent=NotFoundError), str(path))

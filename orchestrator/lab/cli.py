@@ -12,6 +12,7 @@ from orchestrator.cli.app import VerbCommand
 from orchestrator.lab import Lab, LabSpec
 from orchestrator.lab.requirements import choose_backend
 from orchestrator.lab.spec import DEFAULT_PORT, DEFAULT_ROOT, parse_containers
+from orchestrator.paths import LaptopPaths
 
 app = typer.Typer(
     help="A loopback Proxmox host on this machine: sshd, containers 200 to 202, and pct.",
@@ -29,7 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def user_inventory() -> Path:
     """Where the controller also looks: the default lab is found without any option."""
-    return Path.home() / ".config" / "dflashctl" / "inventory.d" / "lab.yaml"
+    return LaptopPaths().inventory_folder / "lab.yaml"
 
 
 def make_lab(root: Path | None, **options: Any) -> Lab:

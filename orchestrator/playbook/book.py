@@ -25,13 +25,14 @@ from pydantic import ValidationError
 from orchestrator import yaml_text
 from orchestrator.errors import NotFoundError, UsageError
 from orchestrator.inventory import nearest
-from orchestrator.laptop_path import did_you_mean, laptop_path
+from orchestrator.laptop_path import did_you_mean, laptop_path, read_text
 from orchestrator.playbook.actions import ACTIONS, Action
 from orchestrator.playbook.variables import NAME, Value, bind, references, substitute
 
 SECTIONS = ("description", "variables", "steps")
 PACKAGED = Path(__file__).parents[1] / "_playbooks"
 """Where the wheel carries them."""
+PATH_OF_ONE = "give the path of a YAML file"
 A_STEP = "a step is one action with its parameters, such as `- launch: {config: train.yaml}`"
 CHECKOUT = Path(__file__).parents[2] / "playbooks"
 
@@ -98,7 +99,7 @@ def find(name: str, user_folder: Path) -> Path:
         if not path.is_file():
             raise NotFoundError(
                 f"there is no playbook file {name}{did_you_mean(path)}",
-                next_step="give the path of a YAML file",
+                next_step=PATH_OF_ONE,
             )
         return path
     known = available(user_folder)
@@ -124,19 +125,7 @@ def load(path: Path, source: str | None = None) -> Playbook:
 
     :raises UsageError: one message with file and step.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"playbook {path} cannot be read: {error.strerror}",
-            next_step=f"make it readable: ls -l {path}",
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"playbook {path} is not UTF-8 text (byte {error.start})",
-            next_step="save it as UTF-8",
-        ) from None
-    return parse(text, source or str(path))
+    return parse(read_text(path, "playbook", PATH_OF_ONE), source or str(path))
 
 
 def parse(text: str, source: str) -> Playbook:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from orchestrator.errors import UsageError
 from orchestrator.lab import Container, Lab
-from orchestrator.lab.cli import app, user_inventory
+from orchestrator.lab.cli import app
 from orchestrator.lab.cli import make_lab as make_lab_of
 
 pytestmark = pytest.mark.lab
@@ -93,8 +93,11 @@ def test_an_error_is_one_message_and_an_exit_code(own: Lab) -> None:
     assert done.stdout == ""
 
 
-def test_only_the_default_lab_writes_into_the_users_configuration() -> None:
-    assert make_lab_of(None).inventory == user_inventory()
+def test_only_the_default_lab_writes_into_the_users_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/xdg")
+    assert make_lab_of(None).inventory == Path("/xdg/dflashctl/inventory.d/lab.yaml")
     # Not below tmp_path, which is too long for a lab's sockets.
     other = Path("/var/tmp/dfl-other")
     assert make_lab_of(other).inventory == other / "inventory.yaml"
