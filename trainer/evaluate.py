@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from trainer.checkpoint import newest_of_run, read_tensors
 from trainer.config import EvaluationConfig
 from trainer.data.conversation import Messages, Rejection, read_conversations
 from trainer.data.template import ChatTemplate, stop_tokens
@@ -18,8 +19,10 @@ from trainer.drafter.decoding import DraftSession
 from trainer.drafter.model import Drafter
 from trainer.errors import DataError
 from trainer.objective import FrozenTarget
+from trainer.outlook import default_device
 from trainer.replica import new_drafter
 from trainer.speculate import Decoded, Limits, decode_plainly, decode_speculatively
+from trainer.telemetry import say
 
 if TYPE_CHECKING:
     from trainer.run import Run
@@ -43,7 +46,6 @@ def evaluate_prompts(
     prompts: list[list[int]],
     limits: Limits,
     seed: int,
-    say: Any,
     name: str = "evaluation",
 ) -> list[Pair]:
     """Every prompt plainly and with the drafter, one after the other on the same machine."""
@@ -168,10 +170,6 @@ def load_prompts(
 
 def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
     """The best checkpoint of a run (else its newest), on held-out prompts."""
-    from trainer.checkpoint import newest_of_run, read_tensors
-    from trainer.outlook import default_device
-    from trainer.telemetry import say
-
     best = run.store.folder / "best"
     path = best.resolve() if best.is_symlink() else newest_of_run(run.store.folder)
     assert path is not None, "the loop always ends with a checkpoint"
@@ -194,12 +192,12 @@ def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
         # It accepts nothing, so a few tokens say so.
         few = Limits(min(32, evaluation.max_new_tokens), stop, evaluation.temperature)
         pairs = evaluate_prompts(
-            model, drafter, frozen, prompts[:2], few, run.config.seed, say, "untrained"
+            model, drafter, frozen, prompts[:2], few, run.config.seed, "untrained"
         )
         untrained = summarize(pairs, drafter.config.block_size, limits, run.config.seed)
         summary["untrained_tau"] = untrained["tau"]
     drafter.load_state_dict(weights)
-    pairs = evaluate_prompts(model, drafter, frozen, prompts, limits, run.config.seed, say)
+    pairs = evaluate_prompts(model, drafter, frozen, prompts, limits, run.config.seed)
     summary |= summarize(pairs, drafter.config.block_size, limits, run.config.seed)
     write_report(run.folder / REPORT_FILE, summary)
     run.writer.event("evaluated", **summary)

@@ -25,7 +25,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """While entered, signals raise ``Stopped`` at once, or inside ``deferred`` are remembered.
+    """While entered, signals raise ``Stopped`` at once, or after ``defer(True)`` are remembered.
 
     A second signal raises at once everywhere, unless it comes within ``SETTLE_S``: a signal to the
     whole process group reaches a rank twice, directly and handed on by torchrun.

@@ -75,7 +75,7 @@ class StepLine(_Line):
     gradient_norm: float | None = None
     """Before clipping."""
     tokens: int = 0
-    """Context tokens consumed since step 0, over all drafters."""
+    """Context tokens consumed since the process began or resumed, over all drafters."""
     tokens_per_s: float | None = None
     """Context tokens a second over the last logged interval, over all drafters."""
     eta_s: float | None = None

@@ -242,8 +242,7 @@ def train_part(options: argparse.Namespace) -> None:
     run = prepare_run(open_run(resolved))
     device = default_device()
     model = run.targets.model(device)
-    rows = run.targets.frozen(device, model.dtype)
-    frozen = FrozenTarget(rows.embedding, rows.head)
+    frozen = run.targets.frozen(device, model.dtype)
     began = time.perf_counter()
     if options.recipe == "plain":
         master = train_plainly(options, run, frozen, began)
@@ -298,7 +297,7 @@ def train_plainly(
     from plain_loop import PlainLoop
 
     device = default_device()
-    target = TappedTarget(run.targets.model(device), run.resolved.drafter.target_layer_ids, device)
+    target = run.tapped_target(device)
     pad = run.batches.pad_token
     loop = PlainLoop(run.resolved.drafter, frozen, target, run.data.train, pad)
     figure("samples_used", loop.count)

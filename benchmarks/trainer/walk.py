@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from trainer.data.batch import Batch
-from trainer.drafter.config import FULL, SLIDING
 from trainer.drafter.dflash2 import Candidates
-from trainer.drafter.mask import MaskBuilder
+from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter
 from trainer.objective import DrafterLoss, FrozenTarget, ObjectiveConfig, accepted
 from trainer.target import TappedTarget
@@ -65,10 +64,7 @@ def lengths(
         anchor_valid=torch.ones_like(anchors, dtype=torch.bool),
         sample_ids=((0,),),
     )
-    types = set(config.layer_types)
-    window = config.sliding_window if SLIDING in types else None
-    masks = MaskBuilder(config.block_size, full=FULL in types, window=window)
-    loss = DrafterLoss(drafter, frozen, ObjectiveConfig(), masks)
+    loss = DrafterLoss(drafter, frozen, ObjectiveConfig(), masks_for(config, device, None))
     hidden = loss.hidden(batch, features).unflatten(1, (-1, config.block_size))[0, :, 1:]
     drafts = proposals(drafter, frozen, hidden, tokens[0, anchors[0]])
     place = anchors[0, :, None] + torch.arange(1, config.block_size, device=device)

@@ -16,6 +16,7 @@ from trainer.drafter.decoding import DraftSession
 from trainer.drafter.format import CONFIG_FILE, WEIGHTS_FILE, Form, load, save
 from trainer.drafter.model import Drafter
 from trainer.errors import CheckpointError
+from trainer.speculate import Limits, decode_speculatively
 
 pytestmark = pytest.mark.torch
 
@@ -96,7 +97,7 @@ def tiny_target() -> Any:
 def test_reader_generates_the_targets_greedy_text_with_our_own_drafts(
     tmp_path: Path, second: bool
 ) -> None:
-    """Lossless, and block by block as many tokens accepted as our own decoding accepts."""
+    """Lossless, and block by block as many tokens accepted as our evaluation counts."""
     target = tiny_target()
     config = DrafterConfig.for_target(
         target.config,
@@ -118,35 +119,14 @@ def test_reader_generates_the_targets_greedy_text_with_our_own_drafts(
     text = theirs.spec_generate(target, prompt, 60, stop_token_ids=None)
     greedy = target.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)
     assert text.tolist() == greedy.tolist()
-    # What each pass appends to the reader's context is what the pass before got accepted.
-    lengths = our_accepted_lengths(target, drafter, greedy[0], 9)
-    assert appended[0] == 9 and appended[1:] == lengths[: len(appended) - 1]
-    assert max(lengths) > 1, "no draft was ever right: the case shows nothing"
-
-
-def our_accepted_lengths(
-    target: Any, drafter: Drafter, text: torch.Tensor, prompt: int
-) -> list[int]:
-    """Replay: the target's text is known, so a block's accepted length is a comparison."""
-    embedding = target.get_input_embeddings().weight.detach()
-    with torch.no_grad():
-        states = target(text[None], output_hidden_states=True).hidden_states
-    features = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
-    session = DraftSession(drafter, embedding, target.lm_head.weight.detach())
-    lengths, start = [], prompt
-    session.extend(features[:, :start])
-    while start + 1 < len(text):
-        slots = min(drafter.config.block_size, len(text) - start)
-        accepted = 0
-        if slots > 1:
-            drafts = session.propose(int(text[start]), slots).tokens
-            right = (drafts == text[start + 1 : start + slots]).long().cumprod(0)
-            accepted = int(right.sum())
-        produced = min(accepted + 1, len(text) - start - 1)
-        session.extend(features[:, start : start + produced])
-        lengths.append(produced)
-        start += produced
-    return lengths
+    head = target.lm_head.weight.detach()
+    session = DraftSession(drafter, target.get_input_embeddings().weight.detach(), head)
+    ours = decode_speculatively(target, session, prompt[0].tolist(), Limits(60, frozenset()))
+    assert ours.tokens == greedy[0, 9:].tolist()
+    # What each pass appends to the reader's context is what the pass before yielded.
+    assert appended[0] == 9 and appended[1:] == ours.yields[: len(appended) - 1]
+    assert sum(ours.yields) == 59
+    assert max(ours.yields) > 1, "no draft was ever right: the case shows nothing"
 
 
 # -- what readers must be told --------------------------------------------------------------------

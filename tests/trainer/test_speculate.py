@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_drafter_format import noisy_drafter, reader, tiny_target
 from tiny_target import VOCABULARY, make_model
 
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.decoding import DraftSession, Proposal
-from trainer.drafter.format import save
 from trainer.drafter.model import Drafter
 from trainer.evaluate import Pair, bootstrap, position_acceptance, summarize, table
 from trainer.speculate import (
@@ -157,28 +154,3 @@ def test_a_summary_is_what_its_passes_say() -> None:
     assert summary["identical"] == 2
     assert summary["accepted_histogram"] == {"0": 2, "1": 2, "2": 2}
     assert "tau                   2.000" in table(summary)
-
-
-def test_the_published_reader_accepts_block_by_block_what_our_evaluation_counts(
-    tmp_path: Path,
-) -> None:
-    target = tiny_target()
-    config = DrafterConfig.for_target(target.config, mask_token_id=39, num_layers=2, block_size=4)
-    drafter = noisy_drafter(config)
-    save(tmp_path, config, drafter.state_dict(), dtype=torch.float32)
-    theirs = reader(tmp_path, second=False)
-    appended: list[int] = []
-    theirs.register_forward_pre_hook(
-        lambda module, args, kwargs: appended.append(kwargs["target_hidden"].shape[1]),
-        with_kwargs=True,
-    )
-    prompt = torch.randint(0, 39, (1, 9), generator=torch.Generator().manual_seed(2))
-    text = theirs.spec_generate(target, prompt, 60, stop_token_ids=None)
-    head = target.lm_head.weight.detach()
-    session = DraftSession(drafter, target.get_input_embeddings().weight.detach(), head)
-    ours = decode_speculatively(target, session, prompt[0].tolist(), Limits(60, NEVER))
-    assert ours.tokens == text[0, 9:].tolist()
-    # The reader appends what each pass yielded, except after its last one.
-    assert ours.yields[: len(appended) - 1] == appended[1:]
-    assert sum(ours.yields) == 59
-    assert max(ours.yields) > 1

@@ -48,7 +48,7 @@ def evaluate(options: Namespace) -> int:
     prompts = load_prompts(wanted, [], ChatTemplate(tokenizer), room)
     stop = frozenset(stop_tokens(tokenizer, model.generation_config))
     limits = Limits(options.max_new_tokens, stop, options.temperature)
-    pairs = evaluate_prompts(model, drafter, frozen, prompts, limits, options.seed, say)
+    pairs = evaluate_prompts(model, drafter, frozen, prompts, limits, options.seed)
     summary = {"checkpoint": str(options.checkpoint), "target": name}
     summary |= summarize(pairs, config.block_size, limits, options.seed)
     if options.json:

@@ -35,7 +35,6 @@ name; only ratios matter for a split. Unlisted devices count as an A100."""
 MEMORY_SHARE = 0.92
 """Of a device: the rest is the driver's, the allocator's gaps and compiled kernels'."""
 
-
 GRAPH_ADVICE = (
     "pipeline.cuda_graph lets the drafters sum their gradients after a step's last microbatch only;"
     " without it they do so while its backward pass goes on, which is faster where the kernels are"
@@ -372,10 +371,8 @@ def _room(
 
 def _short(memory: Memory) -> int | None:
     """The first device that has too little."""
-    for i, (_, needed, there) in enumerate(memory):
-        if there is not None and needed > MEMORY_SHARE * there:
-            return i
-    return None
+    room = [there is None or needed <= MEMORY_SHARE * there for _, needed, there in memory]
+    return None if all(room) else room.index(False)
 
 
 def _both_ways(pipeline: PipelineConfig, work: Work, shards: int) -> DrafterBytes | None:
