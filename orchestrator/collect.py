@@ -25,7 +25,7 @@ from orchestrator.paths import ContainerPaths, RunPaths
 from orchestrator.pct import FROZEN, SaidBy, frozen
 from orchestrator.request import Request
 from orchestrator.run import RunRef, RunSummary
-from orchestrator.watch import last_that_trained
+from orchestrator.run_files import last_that_trained
 
 # Some 20 MB at the usual 100 bytes a line: a second on a fast link, and the cause is near the end.
 LINES = 200_000

@@ -17,7 +17,7 @@ from orchestrator.diag.steps import BAR, Step, read_step
 from orchestrator.diag.text import read_line
 from orchestrator.paths import RunPaths
 from orchestrator.run import RunSummary
-from orchestrator.watch import read_lines
+from orchestrator.run_files import read_lines
 from trainer.telemetry import StepLine
 
 LOG_LINES = 100_000

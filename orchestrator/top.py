@@ -16,9 +16,10 @@ from orchestrator.errors import ContainerNotRunning, DflashctlError, Unreachable
 from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Cards, Look, Looks, mean_use
 from orchestrator.run import RunSummary
+from orchestrator.run_files import SEED_LINES, read_metrics
 from orchestrator.target import Target
 from orchestrator.terminal_text import fit, fit_run
-from orchestrator.watch import SEED_LINES, keep_asking, read_metrics
+from orchestrator.watch import keep_asking
 from trainer.telemetry import StepLine, compact, duration
 
 EVERY_S = 3.0

@@ -9,21 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.alarm import Notice, Throughput, Watched, best_of
+from orchestrator.alarm import Notice, Throughput, Watched
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet
 from orchestrator.run import RunRef, RunSummary
+from orchestrator.run_files import SEED_LINES, last_that_trained, read_metrics
 from orchestrator.target import Target
-from trainer.telemetry import METRICS_FILE, StepLine, read_steps
+from trainer.telemetry import StepLine
 
 EVERY_S = 10.0
 # While nobody answers: quick at first, then once a minute.
 BACKOFF_S = (2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
-# Enough for `alarm.RECENT` medians; a line has some 400 bytes.
-SEED_LINES = 400
-EARLIER_RUNS = 5
-"""So far back a run is looked for that the present one can be compared with."""
 
 
 @dataclass
@@ -212,34 +209,3 @@ def keep_asking(
             pause = BACKOFF_S[min(misses, len(BACKOFF_S) - 1)]
             misses += 1
         over.wait(pause)
-
-
-def last_that_trained(channel: AgentChannel, run_id: str) -> tuple[str, list[StepLine]] | None:
-    """This run or the nearest before it that has a rate to compare with, and its last step lines.
-    Attempts that died at once often lie between two real runs."""
-    for _ in range(EARLIER_RUNS):
-        try:
-            lines = read_metrics(channel, run_id, SEED_LINES)
-            if best_of(lines) is not None:
-                return run_id, lines
-            before = channel.call("run.status", run_id=run_id, lines=0).get("predecessor")
-        except DflashctlError:
-            # Removed since, or of another container: nothing to compare with.
-            return None
-        if not before:
-            return None
-        run_id = str(before)
-    return None
-
-
-def read_metrics(channel: AgentChannel, run_id: str, lines: int | None) -> list[StepLine]:
-    """The last step lines of a run (None: all)."""
-    return list(read_steps(read_lines(channel, run_id, METRICS_FILE, lines)))
-
-
-def read_lines(channel: AgentChannel, run_id: str, file: str, lines: int | None) -> str:
-    """The last ``lines`` lines of a file in the run's folder (None: all); empty if it is absent."""
-    fields: dict[str, Any] = {} if lines is None else {"lines": lines}
-    request = channel.request("tail", run_id=run_id, files=[file], follow=False, **fields)
-    pieces = [payload for _, payload in request.frames()]
-    return b"".join(pieces).decode("utf-8", errors="replace")

@@ -12,7 +12,7 @@ from orchestrator.environment.lock import Environment
 from orchestrator.errors import NotFoundError, UsageError
 from orchestrator.report.page import RunRecord
 from orchestrator.run import RunRef, RunSummary
-from orchestrator.watch import read_lines
+from orchestrator.run_files import read_lines
 from trainer.telemetry import EVENTS_FILE, METRICS_FILE, read_events, read_steps
 
 LAST_LINES = 60
