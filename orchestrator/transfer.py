@@ -127,14 +127,19 @@ def place(destination: Path, path: str) -> Path:
     *folders, name = check_path(path)
     here = destination
     for folder in folders:
-        here = here / folder
-        if here.is_symlink():
-            raise TransferError(
-                f"{here} is a link: nothing is written through it",
-                next_step="remove it, or give another folder: --to FOLDER",
-            )
-        here.mkdir(exist_ok=True)
+        here = _real_folder(here / folder)
     return here / name
+
+
+def _real_folder(path: Path) -> Path:
+    """``path``, made. :raises TransferError: it is a link."""
+    if path.is_symlink():
+        raise TransferError(
+            f"{path} is a link: nothing is written through it",
+            next_step="remove it, or give another folder: --to FOLDER",
+        )
+    path.mkdir(exist_ok=True)
+    return path
 
 
 def link_stays_inside(path: str, target: str) -> bool:
@@ -321,13 +326,7 @@ def _same(path: Path, entry: Listed) -> bool:
 
 def _part(destination: Path, entry: Listed) -> Path:
     """Its name holds which state of which file it is part of: another state starts afresh."""
-    folder = destination / PARTS
-    if folder.is_symlink():
-        raise TransferError(
-            f"{folder} is a link: nothing is written through it",
-            next_step="remove it, or give another folder: --to FOLDER",
-        )
-    folder.mkdir(exist_ok=True)
+    folder = _real_folder(destination / PARTS)
     name = hashlib.sha256(os.fsencode(entry.path)).hexdigest()[:32]
     return folder / f"{name}-{entry.size}-{entry.mtime_ns}"
 

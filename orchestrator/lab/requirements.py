@@ -1,4 +1,4 @@
-"""What a lab needs of the machine, checked before anything is made."""
+"""What a lab needs of the machine, checked before anything is made; how its programs are run."""
 
 from __future__ import annotations
 
