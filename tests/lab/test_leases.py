@@ -58,7 +58,11 @@ def test_a_leased_gpu_is_refused_to_another_container_until_the_run_ends(
 ) -> None:
     first = cli.json("launch", "lab-200", "--", "sleep", "60", cwd=code)["run_id"]
     refused = cli("launch", "lab-201", "--", "true", cwd=code, code=4)
-    assert first in refused.stderr and "GPU-0000" in refused.stderr and "in container 200" in refused.stderr
+    assert (
+        first in refused.stderr
+        and "GPU-0000" in refused.stderr
+        and "in container 200" in refused.stderr
+    )
     cli("stop", first, code=0)
     cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
 
