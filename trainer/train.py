@@ -110,7 +110,7 @@ def _checkpoint(
     if validator.count:
         run.writer.event("validating", step=step)
     measured = validator.measure(state["master"])
-    tau = report.take_tau() if measured is None else measured.mean_tau
+    tau = report.take_tau() if measured is None else measured.decoded_tau
     improved = best is None or tau > best
     best = tau if improved else best
     path = run.store.save(step, state, best)
@@ -172,7 +172,7 @@ class Report:
             memory_gb=peak_memory_gb(),
         )
         run.writer.step(line.model_copy(update={**sums.selector(), **last.telemetry}))
-        self.taus.append(sums.mean_tau)
+        self.taus.append(sums.decoded_tau)
         self.pending, self.began = [], now
         self._count_nonfinite(results, norms)
 

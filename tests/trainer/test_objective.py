@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from trainer.objective import (
     slot_labels,
     slots_counted,
 )
+from trainer.pipeline.stages import Sums
 
 pytestmark = pytest.mark.torch
 
@@ -336,3 +338,10 @@ def test_an_untrained_selector_chooses_the_heads_own_best() -> None:
     assert got.selector is not None
     assert int(got.selector.tau) == int(got.tau)
     assert int(got.selector.right) == int(got.correct.sum())
+
+
+def test_what_chooses_the_best_checkpoint_is_the_path_that_decoding_takes() -> None:
+    found = Sums(9.0, 4.0, 3.0, 2.0, 4.0, 3.0, 5.0, correct=[2.0, 1.0, 0.0], count=[2.0, 2.0, 2.0])
+    assert (found.mean_tau, found.decoded_tau) == (2.5, 3.5)
+    plain = replace(found, recalled=0.0, selected=0.0, selected_tau=0.0)
+    assert plain.decoded_tau == plain.mean_tau

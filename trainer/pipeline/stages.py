@@ -160,6 +160,11 @@ class Sums:
         """1 + the mean accepted length of the step's blocks."""
         return 1.0 + self.tau / self.blocks if self.blocks else 1.0
 
+    @property
+    def decoded_tau(self) -> float:
+        """Of the path that decoding takes: the selector's, where there is one."""
+        return self.selector().get("selector_tau", self.mean_tau)
+
     def selector(self) -> dict[str, float]:
         """What DFlash2 adds to a step's line: candidate recall, accuracy, and its own tau."""
         slots = sum(self.count)
