@@ -93,7 +93,6 @@ class Outcome:
     """Without the gradient sum and the update."""
     sum_share: float
     """Of a step: the drafters wait for the sum of gradients, after their backward pass."""
-    update_share: float
     starved: float
     """Of a step: drafters wait for features (mean)."""
 
@@ -177,7 +176,6 @@ def simulate(layout: Layout, times: Times, fabric: Fabric, steps: int = 40) -> O
         target_busy=sum(n.target_busy for n in nodes) / (layout.nodes * layout.targets) / total,
         drafter_busy=sum(n.drafter_busy for n in nodes) / (layout.nodes * layout.drafters) / total,
         sum_share=summed / step,
-        update_share=times.update / step,
         starved=sum(n.starved for n in nodes) / (layout.nodes * layout.drafters) / total,
     )
 
