@@ -53,11 +53,6 @@ class Decoder:
         self._buffer = bytearray()
         self._need = _PREFIX
 
-    @property
-    def pending(self) -> int:
-        """Bytes of an unfinished frame."""
-        return len(self._buffer)
-
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         buffer = self._buffer
         buffer += data

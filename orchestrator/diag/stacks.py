@@ -47,7 +47,6 @@ class Stack:
     frames: tuple[str, ...]
     line: Line
     sample: int = 1
-    process: str = ""
 
     @property
     def where(self) -> str:
@@ -90,7 +89,7 @@ def _read(probe: Probe) -> list[Stack]:
 
     def close() -> None:
         if at is not None and frames and not agent:
-            stacks.append(Stack(who, tuple(frames), at, sample, process))
+            stacks.append(Stack(who, tuple(frames), at, sample))
 
     for line in probe.lines:
         text = line.raw

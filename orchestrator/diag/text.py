@@ -38,7 +38,7 @@ _ISO = re.compile(
     r"(?:Z| ?UTC|[+-]\d\d:?\d\d)?[\])]?[ ,:|-]*"
 )
 _GLOG = re.compile(
-    r"^\[?([VIWEF])(\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.\d+(?:\s+\d+)? ([\w./<>-]+:\d+)\] ?"
+    r"^\[?[VIWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.\d+(?:\s+\d+)? ([\w./<>-]+:\d+)\] ?"
     r"(?:\[[\w/!]+\] )?"
 )
 _CLOCK = re.compile(r"^\[?(\d\d):(\d\d):(\d\d)(?:[.,]\d+)?\]?(?=[ |:])[ |:]*")
@@ -54,7 +54,6 @@ _JSON_TIME = re.compile(
     r'"(?:t|ts|time|timestamp|at)": ?(?:"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)'
     r"|(\d{9,10}(?:\.\d+)?))"
 )
-_LEVEL = re.compile(r"\b(DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b")
 # Lines that state what will be done or with what: their words are no events.
 _QUIET = re.compile(
     r"^\s*(?:"
@@ -87,8 +86,6 @@ class Line:
     rank: int | None = None
     tag: str = ""
     """Thread or process name in brackets before the words, such as ``drafter-2``."""
-    level: str = ""
-    """``V I W E F`` of a glog header or of a logger's word; empty if it has none."""
     where: str = ""
     """``file.py:123`` of a glog header."""
     time: float | None = None
@@ -138,7 +135,7 @@ def read_lines(number: int, raw: bytes | str, source: str = "log") -> list[Line]
 def read_line(number: int, text: str, source: str = "log") -> Line:
     """One drawn line."""
     seen = strip_control(text).rstrip()
-    rest, rank, tag, level, where = seen, None, "", "", ""
+    rest, rank, tag, where = seen, None, "", ""
     time: float | None = None
     day_time: float | None = None
     for _ in range(4):  # prefixes come in any order: time, rank, thread, again time
@@ -147,8 +144,8 @@ def read_line(number: int, text: str, source: str = "log") -> Line:
             rank = rank if rank is not None else int(next(g for g in match.groups() if g))
             rest = rest[match.end() :]
         if (match := _GLOG.match(rest)) is not None:
-            level, where = match[1], match[7]
-            time, day_time = _stamp(DEFAULT_YEAR, match[2], match[3], match[4], match[5], match[6])
+            where = match[6]
+            time, day_time = _stamp(DEFAULT_YEAR, match[1], match[2], match[3], match[4], match[5])
             rest = rest[match.end() :]
         elif time is None and day_time is None:
             time, day_time, rest = _time_prefix(rest)
@@ -161,12 +158,10 @@ def read_line(number: int, text: str, source: str = "log") -> Line:
     lane = rank
     if rank is None and (match := _INNER_RANK.search(rest, 0, 200)) is not None:
         rank = int(match[1] or match[2])
-    if not level and (match := _LEVEL.search(rest, 0, 80)) is not None:
-        level = match[1][0].replace("C", "F")
     quiet = (
         _QUIET.match(rest) is not None or _QUIET_TAG.match(tag) is not None
     ) and _EXCEPTION.match(rest) is None
-    return Line(number, rest, source, rank, tag, level, where, time, day_time, quiet, seen, lane)
+    return Line(number, rest, source, rank, tag, where, time, day_time, quiet, seen, lane)
 
 
 def _time_prefix(text: str) -> tuple[float | None, float | None, str]:
