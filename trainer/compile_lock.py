@@ -123,11 +123,9 @@ class CompileLock:
         event: EventSink | None = None,
         recompile_limit: int = 64,
         foreign_trace_limit_s: float = 60.0,
-        trace: bool | None = None,
     ) -> None:
-        """``trace`` records who sets torch's tracing flag (default: the environment variable
-        ``DFLASH_TRACE_COMPILE``); ``foreign_trace_limit_s`` bounds the wait for a tracer that does
-        not hold the lock."""
+        """``foreign_trace_limit_s`` bounds the wait for a tracer that does not hold the lock. Where
+        ``DFLASH_TRACE_COMPILE`` is set, who sets torch's tracing flag is recorded."""
         self.policy = policy
         self._event: EventSink = _no_event if event is None else event
         self.recompile_limit = recompile_limit
@@ -137,7 +135,7 @@ class CompileLock:
         self._stats_guard = threading.Lock()
         self._local = threading.local()
         self._watch = torch_internals.CompileWatch(self._compile_started)
-        traced = os.environ.get(TRACE_VARIABLE, "") not in ("", "0") if trace is None else trace
+        traced = os.environ.get(TRACE_VARIABLE, "") not in ("", "0")
         self.trace_log = TraceLog(self._event) if traced else None
 
     # -- for the stages ---------------------------------------------------------------------------

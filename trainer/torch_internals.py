@@ -51,7 +51,7 @@ def owns_compile_lock() -> bool:
 
 def tracing_flag() -> bool:
     """Whether somebody is inside ``Tracer.trace``: anybody up to 2.13, this thread from 2.14 on."""
-    if hasattr(symbolic_trace, "_is_fx_tracing_flag"):
+    if tracing_flag_is_global():
         return bool(symbolic_trace._is_fx_tracing_flag)
     return bool(symbolic_trace._get_is_fx_tracing())  # type: ignore[attr-defined,unused-ignore]
 

@@ -49,10 +49,10 @@ class PeerFailedError(TrainerError):
 
 
 class ProcessesExecutor:
-    def __init__(self, job: Job, plan: Plan, place: Place | None = None) -> None:
+    def __init__(self, job: Job, plan: Plan) -> None:
         self.job = job
         self.plan = plan
-        self.place = place or Place.from_environment(plan)
+        self.place = Place.from_environment(plan)
         names = (*plan.targets, *plan.drafters)
         self.device = torch.device(names[self.place.local_rank])
         self.deal = Deal(self.place, job.batches.slots)
