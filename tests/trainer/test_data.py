@@ -139,6 +139,17 @@ def test_a_conversation_that_the_template_refuses_is_left_out_with_its_line(
     assert refusals == [None, reason]
 
 
+def test_an_answer_beyond_the_row_is_left_out_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    lines = [[{**USER, "content": "why " * words}, ANSWER] for words in (1, 90)]
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
+    tree = run_config(tmp_path, data={"files": [str(path)], "sequence_length": 64})
+    config = parse_config(tree, source="t", base=tmp_path)
+    report, rejected = check_files(config, make_tokenizer(TEMPLATE))
+    assert report["samples"]["samples"] == 1
+    assert rejected == [Rejection("chats.jsonl:2", "no supervised pair of tokens in reach")]
+
+
 def test_a_tokenizer_without_a_template_stops_clearly() -> None:
     with pytest.raises(DataError, match="no chat template"):
         ChatTemplate(make_tokenizer(None))

@@ -56,6 +56,7 @@ class Prepared:
 
 @dataclass
 class _Sample:
+    where: str
     key: str
     prompt: Messages
     encoded: Encoded
@@ -138,9 +139,14 @@ def prepare(
         rejected += bad
         samples += [_from_response(item) for item in maker.responses(prompts)]
         asked |= {prompt.key: prompt.messages for prompt in prompts}
-    if config.data.supervise == "everything":
-        samples = supervise_everything(samples, ChatTemplate(tokenizer))
-    usable = _usable(samples, rejected, config.data.sequence_length)
+    usable = _usable(samples, rejected, config, tokenizer)
+    if not usable:
+        reasons = Counter(r.reason for r in rejected).most_common(3)
+        shown = "; ".join(f"{count} × {reason}" for reason, count in reasons)
+        raise DataError(
+            f"no sample has anything to learn: {shown or 'the sources are empty'}",
+            next_step="`python -m trainer data check CONFIG` shows each rejected line",
+        )
     if config.objective.labels == "target":
         relabel(usable, model(), say)
     _write_prompts(folder, asked, config.data.held_out)
@@ -195,7 +201,7 @@ def _from_files(
                 except RefusedError as error:
                     rejected.append(Rejection(item.where, error.what))
                 else:
-                    yield _Sample(item.key, item.prompt, encoded)
+                    yield _Sample(item.where, item.key, item.prompt, encoded)
 
 
 def _from_response(item: dict[str, Any]) -> _Sample:
@@ -204,24 +210,22 @@ def _from_response(item: dict[str, Any]) -> _Sample:
     mask = np.zeros(len(prompt) + len(response), dtype=bool)
     mask[len(prompt) :] = True
     encoded = Encoded(np.array(prompt + response, np.int32), mask)
-    return _Sample(item["key"], item["messages"], encoded, item["features"])
+    where = f"response to {item['key'][:12]}"
+    return _Sample(where, item["key"], item["messages"], encoded, item["features"])
 
 
-def _usable(samples: list[_Sample], rejected: list[Rejection], length: int) -> list[_Sample]:
-    """Samples with something to learn within the first ``length`` tokens."""
+def _usable(
+    samples: list[_Sample], rejected: list[Rejection], config: TrainConfig, tokenizer: Any
+) -> list[_Sample]:
+    """Samples, supervised as the config says, with something to learn within a row."""
+    if config.data.supervise == "everything":
+        samples = supervise_everything(samples, ChatTemplate(tokenizer))
     kept = []
     for sample in samples:
-        if anchor_candidates(sample.encoded.supervised[:length]).size:
+        if anchor_candidates(sample.encoded.supervised[: config.data.sequence_length]).size:
             kept.append(sample)
         else:
-            rejected.append(Rejection(sample.key[:12], "no supervised pair of tokens in reach"))
-    if not kept:
-        reasons = Counter(r.reason for r in rejected).most_common(3)
-        shown = "; ".join(f"{count} × {reason}" for reason, count in reasons)
-        raise DataError(
-            f"no sample has anything to learn: {shown or 'the sources are empty'}",
-            next_step="`python -m trainer data check CONFIG` shows each rejected line",
-        )
+            rejected.append(Rejection(sample.where, "no supervised pair of tokens in reach"))
     return kept
 
 
@@ -299,7 +303,7 @@ def _line(report: dict[str, Any]) -> str:
 def check_files(config: TrainConfig, tokenizer: Any) -> tuple[dict[str, Any], list[Rejection]]:
     """Read and encode everything that needs no target at work: (report, rejected lines)."""
     rejected: list[Rejection] = []
-    samples = list(_from_files(config, tokenizer, rejected))
+    samples = _usable(list(_from_files(config, tokenizer, rejected)), rejected, config, tokenizer)
     prompts = 0
     for source in config.data.make.prompts if config.data.make else []:
         if source.kind == "file":
