@@ -114,17 +114,18 @@ def best_tokens(logits: Tensor, top_k: int) -> Candidates:
 
     The k largest lie in the k groups with the largest maxima: one pass finds those, and k · 64
     values are searched. On a GPU ``topk`` reads all of a vocabulary once for every two bits of its
-    values, some ten times.
+    values, some ten times. A group's members lie V/64 apart: the largest of 64 neighbours takes torch
+    ten times as long as reading them (7.5 ms for 3 GB on an H200, 2026-11-30).
     """
     vocabulary = logits.shape[-1]
     groups = vocabulary // GROUP
     if groups <= 2 * top_k:
         return Candidates(*logits.topk(top_k, dim=-1))
     whole, rest = logits.split((groups * GROUP, vocabulary - groups * GROUP), dim=-1)
-    grouped = whole.unflatten(-1, (groups, GROUP))
-    chosen = grouped.amax(-1).topk(top_k, dim=-1).indices[..., None]
-    members = grouped.gather(-2, chosen.expand(*chosen.shape[:-1], GROUP))
-    tokens = chosen * GROUP + torch.arange(GROUP, device=logits.device)
+    grouped = whole.unflatten(-1, (GROUP, groups))
+    chosen = grouped.amax(-2).topk(top_k, dim=-1).indices[..., None, :]
+    members = grouped.gather(-1, chosen.expand(*chosen.shape[:-2], GROUP, top_k))
+    tokens = chosen + groups * torch.arange(GROUP, device=logits.device)[:, None]
     last = torch.arange(groups * GROUP, vocabulary, device=logits.device).expand(rest.shape)
     best = torch.cat((members.flatten(-2), rest), dim=-1).topk(top_k, dim=-1)
     found = torch.cat((tokens.flatten(-2), last), dim=-1).gather(-1, best.indices)

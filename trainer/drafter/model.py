@@ -300,5 +300,7 @@ class Drafter(nn.Module):
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         """[..., H] and the target's head [V, H] → [..., V], scaled and soft-capped."""
         scale, cap = self.config.logits_scale
-        logits = F.linear(hidden, head) * scale
+        logits = F.linear(hidden, head)
+        if scale != 1:
+            logits = logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
