@@ -114,8 +114,8 @@ def best_tokens(logits: Tensor, top_k: int) -> Candidates:
 
     The k largest lie in the k groups with the largest maxima: one pass finds those, and k · 64
     values are searched. On a GPU ``topk`` reads all of a vocabulary once for every two bits of its
-    values, some ten times. A group's members lie V/64 apart: the largest of 64 neighbours takes torch
-    ten times as long as reading them (7.5 ms for 3 GB on an H200, 2026-11-30).
+    values, some ten times. A group's members lie V/64 apart: the largest of 64 neighbours takes
+    torch ten times as long as reading them (7.5 ms for 3 GB on an H200, 2026-11-30).
     """
     vocabulary = logits.shape[-1]
     groups = vocabulary // GROUP
