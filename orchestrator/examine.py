@@ -32,9 +32,7 @@ class Examined:
         """Which run it is and how it stands, by the stable keys."""
         ref, summary = self.collected.ref, self.collected.summary
         return {
-            "run_id": ref.run_id,
-            "host": ref.target.host.name,
-            "ct": ref.target.ct,
+            **ref.place,
             **(summary.as_json(ref.target) if summary else {}),
         }
 

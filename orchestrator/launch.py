@@ -100,8 +100,7 @@ class Started:
     def as_json(self) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
-            "host": self.target.host.name,
-            "ct": self.target.ct,
+            **self.target.place,
             "state": self.answer["state"],
             "release": self.answer.get("release"),
             "run_dir": self.answer.get("run_dir"),
@@ -143,8 +142,7 @@ def command_for(
         f"nothing to start: no -- COMMAND, no --config FILE, and {where}",
         next_step=f"give one: -- COMMAND…, --config FILE, or a {START_SCRIPT} at the top of the "
         "pushed folder",
-        host=target.host.name,
-        ct=target.ct,
+        **target.place,
     )
 
 

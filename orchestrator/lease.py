@@ -61,8 +61,7 @@ def claim(
         raise RefusedError(
             f"GPUs are in use: {'; '.join(_words(one, found['gpus']) for one in busy[:8])}",
             next_step="end that process, choose other GPUs, or launch beside it with --force",
-            host=target.host.name,
-            ct=target.ct,
+            **target.place,
             run_id=run_id,
         )
 

@@ -84,8 +84,7 @@ def common(
                 f"it cannot reach the first node, {first.name} ({why})",
                 next_step="put both on one bridge or network, and let TCP through between them "
                 "(Proxmox: firewall=1 on net0)",
-                host=target.host.name,
-                ct=target.ct,
+                **target.place,
             )
     for address in addresses:
         if all(address in answer["reached"] for answer in answers):
@@ -93,8 +92,7 @@ def common(
     raise RefusedError(
         "no one of its addresses is reached by all other nodes",
         next_step="give the nodes one network in common",
-        host=first.host.name,
-        ct=first.ct,
+        **first.place,
     )
 
 
@@ -244,6 +242,5 @@ def _first_line(request: Request, target: Target) -> dict[str, Any]:
     raise RefusedError(
         f"its interpreter could not look at the network: {last[-1] if last else 'no answer'}",
         next_step="`dflashctl doctor` looks at the interpreter",
-        host=target.host.name,
-        ct=target.ct,
+        **target.place,
     )

@@ -72,8 +72,7 @@ def pin(fleet: Fleet, state: LaptopState, ref: RunRef, verb: str, notice: Notice
         raise RefusedError(
             f"this run was launched by {who or 'nobody known'}, not by you ({whoami()})",
             next_step=f"if you mean it all the same: dflashctl {verb} {run_id}",
-            host=ref.target.host.name,
-            ct=ref.target.ct,
+            **ref.target.place,
             run_id=run_id,
         )
     return RunRef(ref.target, run_id)

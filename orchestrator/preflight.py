@@ -122,8 +122,7 @@ def refusal(checks: list[Check], target: Target) -> DflashctlError | None:
     return RefusedError(
         f"{first.text}{also}",
         next_step=first.next_step,
-        host=target.host.name,
-        ct=target.ct,
+        **target.place,
     )
 
 

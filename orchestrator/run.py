@@ -99,8 +99,7 @@ class RunSummary(BaseModel):
         """The stable keys first, then whatever else the agent said."""
         stable = {
             "run_id": self.run_id,
-            "host": target.host.name,
-            "ct": target.ct,
+            **target.place,
             "state": self.state,
             "exit_code": self.exit_code,
             "signal": self.signal,
@@ -117,6 +116,11 @@ class RunRef:
 
     target: Target
     run_id: str | None
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What names it in an error and in ``--json``."""
+        return {"run_id": self.run_id, **self.target.place}
 
     @property
     def fields(self) -> dict[str, str]:

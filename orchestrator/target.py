@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -45,6 +46,11 @@ class Target(BaseModel):
     host: HostTarget
     ct: int
     settings: ContainerSettings
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What names it in an error and in ``--json``."""
+        return {"host": self.host.name, "ct": self.ct}
 
     @property
     def arguments(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import RefusedError, UsageError
@@ -54,13 +53,12 @@ def check(
     code = answer["exit_code"]
     if code == 0:
         return
-    where: dict[str, Any] = {"host": target.host.name, "ct": target.ct}
     if code is None:
         raise RefusedError(
             f"`trainer check {config}` {exec_ending(answer)}",
             next_step="signal 9 is how the kernel ends what needs more memory than the container "
             f"has: dflashctl doctor {target.arguments}",
-            **where,
+            **target.place,
         )
     # Libraries may have warned before the trainer's own message.
     text = said.decode(errors="replace").strip().rpartition("error: ")[2]
@@ -70,7 +68,7 @@ def check(
     raise kind(
         "\n    ".join(lines) or f"`trainer check {config}` {exec_ending(answer)}",
         next_step=step.strip() or f"correct {config}",
-        **where,
+        **target.place,
     )
 
 

@@ -48,9 +48,7 @@ class Report:
             "alarm": notice.is_alarm,
             # Chat services (Slack, Mattermost) show the field of this name as it is.
             "text": f"{self.where}: {notice.text}",
-            "run_id": self.ref.run_id,
-            "host": self.ref.target.host.name,
-            "ct": self.ref.target.ct,
+            **self.ref.place,
             "state": self.watched.state,
             "eta_s": self.watched.eta_s,
             **stable,

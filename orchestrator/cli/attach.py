@@ -57,8 +57,7 @@ def attach(
         raise RefusedError(
             "its tmux session is gone",
             next_step=f"its log can be read all the same: {words}",
-            host=ref.target.host.name,
-            ct=ref.target.ct,
+            **ref.target.place,
             run_id=ref.run_id,
         )
     # `--keep-env 0` leaves TERM=linux and no locale: tmux would draw with neither colour nor lines.

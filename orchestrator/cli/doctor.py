@@ -64,7 +64,7 @@ class Looked:
         return preflight.blocked(self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        place = {"host": self.target.host.name, "ct": self.target.ct, "ready": not self.refused}
+        place = {**self.target.place, "ready": not self.refused}
         return {**place, "agent": self.hello, "checks": [c.as_json() for c in self.checks]}
 
 

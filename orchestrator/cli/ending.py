@@ -141,7 +141,7 @@ def _writer(
     )
 
     def as_lines(follower: Follower, piece: Piece) -> None:
-        place = {"run_id": follower.run_id, "host": ref.target.host.name, "ct": ref.target.ct}
+        place = RunRef(ref.target, follower.run_id).place
         text = piece.data.decode(errors="replace")
         if metrics:
             for step in read_steps(text):

@@ -92,7 +92,7 @@ def _show_plan(target: Target, fields: dict[str, Any], as_json: bool) -> None:
         Step("ssh", pct.shell_line(ssh_argv(target))),
         Step("agent", f"exec {json.dumps(_fields(target, fields), ensure_ascii=False)}"),
     ]
-    output.show_steps(steps, {"host": target.host.name, "ct": target.ct}, as_json=as_json)
+    output.show_steps(steps, target.place, as_json=as_json)
 
 
 def _fields(target: Target, fields: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _run(
     answer = request.result()
     if emit:
         text = {name: bytes(data).decode(errors="replace") for name, data in heard.items()}
-        emit({"host": target.host.name, "ct": target.ct, **answer, **text})
+        emit({**target.place, **answer, **text})
     if not stdin and _waits_unread():
         output.notice(f"{target.name}: the command got no input; exec -i hands it on")
     if answer.get("timed_out"):

@@ -126,8 +126,7 @@ def _as_json(answers: list[Asked]) -> dict[str, Any]:
     ]
     silent = [
         {
-            "host": answer.target.host.name,
-            "ct": answer.target.ct,
+            **answer.target.place,
             "state": _silence(answer.error),
             "error": answer.error.as_dict(),
         }
@@ -264,7 +263,7 @@ def stop(
             if isinstance(answer, DflashctlError):
                 fail(answer)
             elif as_json:
-                output.emit({"host": ref.target.host.name, "ct": ref.target.ct, **answer})
+                output.emit({**ref.target.place, **answer})
             else:
                 _tell_stopped(answer)
     if failed:

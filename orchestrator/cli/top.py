@@ -61,7 +61,7 @@ def _as_json(board: Board, targets: list[Target]) -> list[dict[str, Any]]:
     found = []
     for row in board.rows:
         target, summary = by_name[row.where], row.watched.summary
-        place = {"run_id": None, "host": target.host.name, "ct": target.ct}
+        place = {"run_id": None, **target.place}
         known = summary.as_json(target) if summary else {**place, "state": state_text(row)}
         found.append({**known, "gpu": row.gpu})
     return found

@@ -115,7 +115,7 @@ def _push(
 
 def _tell(target: Target, release: Release, answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        output.emit({"host": target.host.name, "ct": target.ct, **answer})
+        output.emit({**target.place, **answer})
         return
     was = "was there already" if answer["existing"] else "pushed"
     output.say(
@@ -188,8 +188,7 @@ def _tell_pulled(target: Target, run_id: str, pulled: transfer.Pulled, as_json: 
     output.emit(
         {
             "run_id": run_id,
-            "host": target.host.name,
-            "ct": target.ct,
+            **target.place,
             "destination": str(pulled.destination),
             "files": pulled.files,
             "bytes": pulled.bytes,

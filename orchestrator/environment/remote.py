@@ -41,8 +41,7 @@ def collect(channel: AgentChannel, target: Target) -> Environment:
         raise RefusedError(
             f"{python} could not tell its environment: {said[-1] if said else 'no answer'}",
             next_step="`dflashctl doctor` looks at the interpreter",
-            host=target.host.name,
-            ct=target.ct,
+            **target.place,
         )
     return parse(stdout, f"the environment of {target.name}")
 
@@ -86,8 +85,7 @@ def recorded(channel: AgentChannel, target: Target, run_id: str) -> Environment:
         raise NotFoundError(
             "the run recorded no environment",
             next_step=f"compare its container: dflashctl env diff … {target.name}",
-            host=target.host.name,
-            ct=target.ct,
+            **target.place,
             run_id=run_id,
         ) from None
     return parse(text, f"{name} of {run_id}")
@@ -108,6 +106,5 @@ def install(channel: AgentChannel, target: Target, plan: Plan) -> Iterable[bytes
             raise RunFailed(
                 f"{command[0]} {exec_ending(answer)}; its own words are above",
                 next_step="mend what it names (a package index, a full disk) and sync again",
-                host=target.host.name,
-                ct=target.ct,
+                **target.place,
             )

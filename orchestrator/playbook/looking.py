@@ -17,7 +17,7 @@ from orchestrator.examine import examine
 from orchestrator.laptop_path import laptop_path, writing
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
-from orchestrator.playbook.stage import Stage, counted, place
+from orchestrator.playbook.stage import Stage, counted
 from orchestrator.run import RunRef
 
 
@@ -92,8 +92,7 @@ def _judge(stage: Stage, differences: Mapping[str, list[Difference]], fail_on: s
             raise RefusedError(
                 f"its environment will not do: {bad[0].key}: {bad[0].why}",
                 next_step=bad[0].remedy or "make it like the other, or raise `fail_on`",
-                host=target.host.name,
-                ct=target.ct,
+                **target.place,
             )
 
 
@@ -121,7 +120,7 @@ def _refuse_findings(report: Report, ref: RunRef, fail_on: str) -> None:
             raise RunFailed(
                 f"{finding.code}: {finding.title}",
                 next_step=finding.remedy.splitlines()[0] if finding.remedy else "",
-                **place(ref),
+                **ref.place,
             )
 
 

@@ -69,9 +69,5 @@ class Stage:
         return known
 
 
-def place(ref: RunRef) -> dict[str, Any]:
-    return {"host": ref.target.host.name, "ct": ref.target.ct, "run_id": ref.run_id}
-
-
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"

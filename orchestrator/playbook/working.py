@@ -14,7 +14,7 @@ from orchestrator.errors import NotFoundError, RunFailed
 from orchestrator.laptop_path import laptop_path
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
-from orchestrator.playbook.stage import Stage, counted, place
+from orchestrator.playbook.stage import Stage, counted
 from orchestrator.request import exec_ending
 from orchestrator.run import RunRef
 from orchestrator.watch import Report, Watch
@@ -77,8 +77,7 @@ def _command(
             raise RunFailed(
                 f"{argv[0]} {exec_ending(answer)}",
                 next_step="its own words are above; mend what they name",
-                host=target.host.name,
-                ct=target.ct,
+                **target.place,
             )
     return Done("exit code 0" if set(codes.values()) == {0} else str(codes), {"codes": codes})
 
@@ -121,7 +120,7 @@ def _checkpoint(stage: Stage, run: str | None) -> str:
         raise NotFoundError(
             "the run has no complete checkpoint to go on from",
             next_step="start it anew: dflashctl launch --config FILE",
-            **place(ref),
+            **ref.place,
         )
     return str(found["path"])
 
@@ -141,7 +140,7 @@ def wait(stage: Stage, action: actions.Wait) -> Done:
                 f"not {action.until} after {duration(action.timeout_s)}: "
                 f"it is {report.watched.state}",
                 next_step=f"dflashctl diag {report.ref.run_id or ''}".rstrip(),
-                **place(report.ref),
+                **report.ref.place,
             )
     stage.refs = [report.ref for report in watch.reports]
     states = [report.watched.state for report in watch.reports]
@@ -191,5 +190,5 @@ def _refuse_bad_end(report: Report) -> None:
     raise RunFailed(
         f"{summary.ending()}{last}",
         next_step=f"dflashctl diag {summary.run_id}",
-        **place(report.ref),
+        **report.ref.place,
     )
