@@ -229,6 +229,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Raises ``CheckpointError`` for a file that is damaged."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

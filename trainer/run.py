@@ -197,6 +197,7 @@ class Opened:
 
 
 def open_run(resolved: Resolved) -> Opened:
+    """Raises ``PlanError`` or ``ConfigError``; once ``started`` is written, nothing."""
     config = resolved.config
     plan = plan_run(resolved)
     place = Place.from_environment(plan) if plan.executor == "processes" else None
@@ -259,6 +260,7 @@ def prepare_run(opened: Opened) -> Run:
 
 
 def make_data(resolved: Resolved, targets: Targets, folder: Path) -> Prepared:
+    """As ``prepare``, where the config or the run's ``folder`` puts it."""
     config = resolved.config
     where = data_folder(config, folder)
     return prepare(

@@ -88,6 +88,7 @@ def load_hf_config(target: TargetConfig) -> Any:
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
+    """With ``target.chat_template`` in its own one's place. Raises ``TargetError``."""
     source = locate(target.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments())

@@ -74,6 +74,8 @@ class KeyValue(NamedTuple):
 
 
 class Attention(nn.Module):
+    """Of slots over context and slots; queries and keys are normed by head, as Qwen3 norms them."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.heads = config.num_heads
@@ -159,6 +161,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """Qwen3's: a norm before each sublayer, none behind. DFlash2's convolutions come after the norm
+    and before the sum."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.block_size = config.block_size

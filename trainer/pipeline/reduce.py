@@ -143,6 +143,7 @@ def fingerprint(tensors: list[Tensor]) -> tuple[int, ...]:
 
 
 def compare_fingerprints(everyone: list[tuple[int, ...]], step: int) -> None:
+    """Raises ``ReplicasDifferError`` unless all are equal."""
     odd = [i for i, f in enumerate(everyone) if f != everyone[0]]
     if odd:
         names = ", ".join(str(i) for i in odd)
