@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.paths import RunPaths
+from trainer.telemetry import EVENTS_FILE, METRICS_FILE
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -49,6 +52,11 @@ def test_the_agent_needs_only_the_standard_library_and_its_vendored_libtmux(path
     allowed = sys.stdlib_module_names | {"libtmux", "orchestrator", "agent", "__future__"}
     for name in imports_of(path):
         assert name.partition(".")[0] in allowed, name
+
+
+def test_both_halves_call_a_runs_files_by_the_same_names() -> None:
+    written = RunPaths("")
+    assert (written.metrics, written.events) == (METRICS_FILE, EVENTS_FILE)
 
 
 @pytest.mark.parametrize("module", ["orchestrator.cli", "trainer.telemetry"])

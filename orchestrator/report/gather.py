@@ -12,8 +12,8 @@ from orchestrator.environment.lock import Environment
 from orchestrator.errors import NotFoundError, UsageError
 from orchestrator.report.page import RunRecord
 from orchestrator.run import RunRef, RunSummary
-from orchestrator.run_files import read_lines
-from trainer.telemetry import EVENTS_FILE, METRICS_FILE, read_events, read_steps
+from orchestrator.run_files import read_lines, read_metrics
+from trainer.telemetry import EVENTS_FILE, read_events
 
 LAST_LINES = 60
 
@@ -29,7 +29,7 @@ def gather(
     environment = _environment(channel, ref, run_id)
     if environment is not None:
         manifest["environment"] = facts(environment)
-    steps = list(read_steps(read_lines(channel, run_id, METRICS_FILE, None)))
+    steps = read_metrics(channel, run_id, None)
     return RunRecord(
         summary=summary.as_json(ref.target),
         manifest=manifest,
