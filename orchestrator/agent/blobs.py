@@ -11,9 +11,9 @@ import fcntl
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-from orchestrator.agent.files import make_private, new_name, remove_tree, write_all
+from orchestrator.agent.files import make_private, new_name, remove_tree, sync_files, write_all
 from orchestrator.agent.protocol import AgentError
 from orchestrator.paths import ContainerPaths
 
@@ -22,8 +22,12 @@ _COPY_PIECE = 1 << 30
 _NO_COPYING = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 """What a kernel or a file system says that cannot do it."""
 _WRITE_EARLY = 32 << 10
-"""Bytes of a file from which on the disk is told of it at once: of 100 MB, ``syncfs`` then waits
-for 0.07 s instead of 0.17 s. Smaller ones are better written many at a time."""
+"""Bytes of a copied file from which on the disk is told of it at once: of 100 MB, ``syncfs`` then
+waits for 0.07 s instead of 0.17 s. Smaller ones are better written many at a time."""
+_SYNC_EARLY = 4 << 20
+"""Bytes of one request's blobs from which on they are brought to the disk while the next are under
+way: of 100 MB the commit then waits for 0.07 s instead of 0.19 s. For less, a flush more costs more
+than it saves."""
 
 
 class BlobStore:
@@ -48,7 +52,7 @@ class BlobStore:
         except FileNotFoundError:
             return False
 
-    def receive(self, wanted: Iterable[tuple[str, int]], stream: Iterator[bytes]) -> int:
+    def receive(self, wanted: Sequence[tuple[str, int]], stream: Iterator[bytes]) -> int:
         """Store the blobs whose bytes follow one another in the stream; the bytes stored.
 
         ``AgentError`` ``release.corrupt`` at the first that is not what its digest says, or when
@@ -64,6 +68,8 @@ class BlobStore:
                 total += size
             if rest or any(stream):
                 raise AgentError("release.corrupt", "there are more bytes than were announced")
+        if total >= _SYNC_EARLY:
+            sync_files(self._paths.blobs, (self._paths.blob(digest) for digest, _ in wanted))
         return total
 
     def _receive_one(
@@ -84,8 +90,6 @@ class BlobStore:
                 missing -= len(piece)
             if hasher.hexdigest() != digest:
                 raise AgentError("release.corrupt", f"not the bytes of {digest}", digest=digest)
-            if size >= _WRITE_EARLY:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
         target = self._paths.blob(digest)

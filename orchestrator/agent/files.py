@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -37,11 +37,7 @@ def space(path: str) -> tuple[int, int]:
 
 def sync_folder(path: str) -> None:
     """Makes a rename inside it survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path)
 
 
 _SYNC_ALL_BELOW = 1 << 30
@@ -49,20 +45,34 @@ _SYNC_ALL_BELOW = 1 << 30
 against 0.77 s for 2,000 files of 50 KB. Beyond, it would wait for somebody's checkpoint."""
 
 
-def sync_tree(root: bytes) -> None:
+def sync_tree(root: str) -> None:
     """Everything below ``root`` is on the disk when this returns."""
-    if _dirty_memory() < _SYNC_ALL_BELOW and _syncfs(root):
+    sync_files(root, _below(root))
+
+
+def sync_files(folder: str, paths: Iterable[str]) -> None:
+    """Whatever lies at ``paths``, in the file system of ``folder``, is on the disk when this
+    returns."""
+    if _dirty_memory() < _SYNC_ALL_BELOW and _syncfs(folder):
         return
+    # Where syncfs failed, each tells whether it was this one that could not be written.
+    for path in paths:
+        _sync(path)
+
+
+def _below(root: str) -> Iterator[str]:
     for folder, _, names in os.walk(root):
-        for name in names:
-            path = folder + b"/" + name
-            if not os.path.islink(path):
-                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(file)
-                finally:
-                    os.close(file)
-        sync_folder(os.fsdecode(folder))
+        paths = (f"{folder}/{name}" for name in names)
+        yield from (path for path in paths if not os.path.islink(path))
+        yield folder
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _dirty_memory() -> int:
@@ -71,10 +81,10 @@ def _dirty_memory() -> int:
     return sum(int(line[1]) << 10 for line in lines)
 
 
-def _syncfs(root: bytes) -> bool:
+def _syncfs(path: str) -> bool:
     import ctypes
 
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         return bool(ctypes.CDLL(None, use_errno=True).syncfs(folder) == 0)
     finally:

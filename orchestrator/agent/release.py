@@ -158,7 +158,7 @@ def _build(request: Request, push: Push, meta: dict[str, Any]) -> str:
             raise AgentError(
                 "release.missing", f"{len(bad)} files were not sent, or damaged here", indices=bad
             )
-        write_bytes(f"{staging}/manifest", push.manifest)
+        write_bytes(f"{staging}/manifest", push.manifest, durable=False)
         record = {
             "manifest": push.digest,
             "stamp": stamp,
@@ -167,7 +167,8 @@ def _build(request: Request, push: Push, meta: dict[str, Any]) -> str:
             "bytes": push.bytes,
             "meta": meta,
         }
-        write_record(f"{staging}/record", record)
+        write_record(f"{staging}/record", record, durable=False)
+        sync_tree(staging)
         return _name(paths, push, staging, tree)
     finally:
         remove_tree(staging)
@@ -190,7 +191,7 @@ def _name(paths: ContainerPaths, push: Push, staging: str, tree: str) -> str:
 
 
 def _write_tree(store: BlobStore, entries: list[Entry], tree: str, stamp: int) -> list[int]:
-    """All entries below ``tree``, synced; indices of files whose blob is absent or damaged."""
+    """All entries below ``tree``; indices of files whose blob is absent or damaged."""
     root = os.fsencode(tree)
     folders = {b""}
     os.mkdir(root, 0o755)
@@ -205,8 +206,6 @@ def _write_tree(store: BlobStore, entries: list[Entry], tree: str, stamp: int) -
             mode = 0o755 if entry.executable else 0o644
             if not store.place(entry.digest, entry.size, path, mode, stamp):
                 bad.append(index)
-    if not bad:
-        sync_tree(root)
     return bad
 
 

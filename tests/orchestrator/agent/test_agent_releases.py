@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from agent_peer import seeds
 
-from orchestrator.agent.blobs import _copy_all
+from orchestrator.agent.blobs import _SYNC_EARLY, BlobStore, _copy_all
 from orchestrator.agent.manifest import Entry, dump
+from orchestrator.paths import ContainerPaths
 
 ODD = {
     os.fsencode("with space/it's.py"): b"1",
@@ -201,6 +202,26 @@ def test_what_the_kernel_cannot_copy_is_copied_all_the_same(
     with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
         assert _copy_all(source.fileno(), target.fileno()) == len(data)
     assert (tmp_path / "b").read_bytes() == data
+
+
+@pytest.mark.parametrize("dirty", [0, 2 << 30])
+def test_a_blob_that_cannot_be_brought_to_the_disk_fails_the_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dirty: int
+) -> None:
+    """Told by ``syncfs``, or beside somebody's checkpoint, for which it would wait."""
+    data = random.Random(0).randbytes(_SYNC_EARLY)
+    blob = (hashlib.sha256(data).hexdigest(), len(data))
+    store = BlobStore(ContainerPaths(str(tmp_path)), set())
+    monkeypatch.setattr("orchestrator.agent.files._dirty_memory", lambda: dirty)
+    monkeypatch.setattr("orchestrator.agent.files._syncfs", lambda path: False)
+    assert store.receive([blob], iter([data])) == len(data)
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.receive([blob], iter([data]))
 
 
 def test_releases_share_no_file(agent: Any) -> None:
