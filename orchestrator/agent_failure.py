@@ -6,7 +6,6 @@ from typing import Any
 
 from orchestrator.agent.protocol import AgentError
 from orchestrator.errors import (
-    ContainerMissing,
     DflashctlError,
     ExecFailed,
     NotFoundError,
@@ -42,9 +41,7 @@ _KINDS: dict[str, tuple[type[DflashctlError], str]] = {
         "look at that path in the container, or set its `workdir` in the inventory",
     ),
     "request.invalid": (UsageError, "give it as `dflashctl VERB --help` says"),
-    "ct.not_found": (ContainerMissing, "`pct list` on the host shows its containers"),
     "release.not_found": (NotFoundError, "push it again: dflashctl push"),
-    "release.in_use": (RefusedError, "stop the run that uses it first"),
     "release.corrupt": (TransferError, "push again; what was there before is untouched"),
     "release.missing": (TransferError, "push again; what was there before is untouched"),
     "release.manifest": (RefusedError, "rename or leave out that file (.dflashignore)"),

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.agent.files import make_private, write_all
 from orchestrator.agent.looking import Failed, Limit, command, text_of
-from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.serve import Request
 
 if TYPE_CHECKING:
@@ -32,14 +31,6 @@ def containers(request: Request) -> dict[str, Any]:
     root = request.get("pve_root", str, PVE_ROOT)
     groups = running()
     return {"containers": [_container(root, number, groups) for number in _numbers(root)]}
-
-
-def status(request: Request) -> dict[str, Any]:
-    root = request.get("pve_root", str, PVE_ROOT)
-    number = request.need("ct", int)
-    if number not in _numbers(root):
-        raise AgentError("ct.not_found", f"there is no container {number} here", ct=number)
-    return _container(root, number, running())
 
 
 def _numbers(root: str) -> list[int]:

@@ -67,10 +67,10 @@ internal (detail: traceback) · os (detail: errno, name, path) · disk.full · d
 path) · command.not_found (``exec``; detail: path) · file.not_found, file.unusable (something else
 stands there, or not ours to touch; detail: path) · run.log_link · release.manifest (hostile or
 malformed; detail: line, path) · release.missing (detail: indices) · release.corrupt (a blob did not
-verify; detail: digest) · release.not_found · release.in_use · run.not_found · run.conflict (same
-run id, other command) · run.busy (double launch; detail: runs) · run.not_started (detail: pane,
-log, exit) · tmux.missing · tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) ·
-ct.not_found · ct.frozen · lease.held (detail: leases)
+verify; detail: digest) · release.not_found · run.not_found · run.conflict (same run id, other
+command) · run.busy (double launch; detail: runs) · run.not_started (detail: pane, log, exit) ·
+tmux.missing · tmux.failed (detail: stderr) · pull.changed (file changed meanwhile) · ct.frozen ·
+lease.held (detail: leases)
 
 Operations (fields → frames → result)
 =====================================
@@ -134,7 +134,6 @@ Runs
 ``run.attach`` {"run_id", "terminals"?: [values of TERM, the wanted one first]} → {"session",
     "socket", "tmux", "argv", "alive": bool (session there), "log", "terminal" (the first that this
     machine has a description of, or null)}
-``run.remove`` {"run_id"} → {} (ended runs only)
 
 Reading
 -------
@@ -184,8 +183,7 @@ Looking
 
 Hosts
 -----
-``ct.list`` {"pve_root"?} → {"containers": [{ct, name, status, lock, config: {…}}]}; ``ct.status``
-    {"ct"} → one of these, with ``frozen``.
+``ct.list`` {"pve_root"?} → {"containers": [{ct, name, status, frozen, lock, config: {…}}]}
 ``lease.acquire`` {"gpus": [uuids], "run_id", "ct", "owner": {user, laptop, …}, "force"?: bool,
     "started"?: bool (its processes are there: without them it is stale at once)} → {"leases": […],
     "taken_over": [stale leases]} or ``lease.held``; all or none

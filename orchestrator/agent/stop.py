@@ -1,10 +1,9 @@
-"""``run.stop`` and ``run.remove``."""
+"""``run.stop``."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import time
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from orchestrator.agent import process
 from orchestrator.agent.files import tail_lines, write_record
 from orchestrator.agent.program import boot_id
-from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.records import (
     ENDED,
     ExitRecord,
@@ -109,20 +107,3 @@ def _end_without(
     if exit_record(paths) is None:
         ExitRecord(paths).write(end)
     return ending.killed
-
-
-def remove(request: Request) -> dict[str, Any]:
-    if request.get("run_id", str) is None:
-        raise AgentError("request.invalid", "field 'run_id' is missing", field="run_id")
-    paths = find(request)
-    state = state_of(paths)
-    if state not in ENDED:
-        raise AgentError("run.busy", f"{paths.run_id} is {state}", runs=[paths.run_id])
-    from orchestrator.agent import tmux
-
-    if tmux.has_session(paths.run_id):
-        tmux.kill_session(paths.run_id)
-    beside = f"{os.path.dirname(paths.root)}/.removed-{paths.run_id}"
-    os.rename(paths.root, beside)
-    shutil.rmtree(beside)
-    return {}

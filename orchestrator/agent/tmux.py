@@ -108,10 +108,6 @@ def pane_state(name: str) -> tuple[bool, str]:
     return state.stdout[:1] == ["1"], "\n".join(line for line in shown.stdout if line.strip())
 
 
-def kill_session(name: str) -> None:
-    run("kill-session", "-t", f"={name}")
-
-
 def socket_path() -> str:
     folder = os.environ.get("TMUX_TMPDIR") or "/tmp"
     return f"{folder}/tmux-{os.getuid()}/default"

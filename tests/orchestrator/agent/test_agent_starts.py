@@ -342,7 +342,7 @@ def test_arguments_meet_no_shell(runs: Any) -> None:
 
 
 def test_what_is_asked_of_a_run_that_is_not_there_says_so(runs: Any) -> None:
-    for op in ("run.attach", "run.status", "run.stop", "run.remove", "stacks", "tail"):
+    for op in ("run.attach", "run.status", "run.stop", "stacks", "tail"):
         assert runs.agent.error(runs.agent.send(op, run_id="no-1"))["kind"] == "run.not_found"
     assert runs.agent.error(runs.agent.send("run.status"))["kind"] == "run.not_found"
 
@@ -356,15 +356,6 @@ def test_attach_names_the_first_terminal_that_is_described_here(runs: Any) -> No
 
     assert terminal("xterm-nobodys", "../etc/passwd", "", "xterm", "linux") == "xterm"
     assert terminal("xterm-nobodys") is None
-
-
-def test_an_ended_run_can_be_removed_a_live_one_not(runs: Any) -> None:
-    live, ended = runs.start("sleep", "60"), runs.start("true")
-    runs.ending(ended)
-    assert runs.agent.call("run.remove", run_id=ended["run_id"]) == {}
-    assert not Path(ended["run_dir"]).exists()
-    number = runs.agent.send("run.remove", run_id=live["run_id"])
-    assert runs.agent.error(number)["kind"] == "run.busy"
 
 
 def test_a_start_cut_in_its_input_leaves_no_run(runs: Any) -> None:
