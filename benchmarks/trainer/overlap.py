@@ -14,64 +14,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import figure, settle
+from measure import figure
+from steps import Finished, Rest, Steps
 from torch import Tensor
 from workload import Workload
 
 from trainer.pipeline.allreduce import AllReduce
 from trainer.pipeline.board import Board, Halted
 from trainer.pipeline.reduce import GradientSum, fingerprint
-from trainer.pipeline.stages import DrafterStage
 from trainer.pipeline.workers import DrafterWorker, SumWorker
 
 MODES = ("no sum", "after", "beside")
 ROUNDS = 3
 """Of each mode in turn; the fastest counts, for what else a machine does only adds."""
-WARM = 1
-
-Finished = Callable[[int], None]
-Rest = Callable[[Tensor], None]
 
 
-class Steps:
-    """One drafter's steps on random features."""
-
-    def __init__(self, load: Workload, stage: DrafterStage, count: int) -> None:
-        self.load, self.stage, self.count = load, stage, count
-        shape = (*load.batches.shape[:2], load.drafter_config.feature_size)
-        dtype = stage.gradients()[0].dtype
-        self.features = torch.randn(shape, device=stage.device).to(dtype)
-
-    def warm_up(self) -> None:
-        self.stage.accumulate(self.load.batches(0, 0), self.features)
-        self.stage.discard()
-        settle(self.stage.device)
-
-    def seconds(self, finished: Finished | None = None, rest: Rest | None = None) -> float:
-        """Of a step; both null: without a sum."""
-        for index in range(WARM + self.count):
-            if index == WARM:
-                settle(self.stage.device)
-                began = time.perf_counter()
-            sums = self.stage.accumulate(self.load.batches(index, 0), self.features, finished)
-            if rest is not None:
-                rest(sums)
-            self.stage.update(0, sums)
-        settle(self.stage.device)
-        return (time.perf_counter() - began) / self.count
-
-    def summed(self, finished: Finished, rest: Rest) -> tuple[tuple[int, ...], float]:
-        """(fingerprint of the gradients after a sum beside backward, their relative distance from
-        those after a sum that follows it). A bucket summed too early would show in either."""
-        gradients, kept = self.stage.gradients(), []
-        for told in (None, finished):
-            rest(self.stage.accumulate(self.load.batches(0, 0), self.features, told))
-            kept.append([g.clone() for g in gradients])
-            found = fingerprint(gradients)
-            self.stage.discard()
-        pairs = list(zip(*kept, strict=True))
-        apart = sum(float((b - a).float().norm()) ** 2 for a, b in pairs)
-        return found, (apart / sum(float(a.float().norm()) ** 2 for a, _ in pairs)) ** 0.5
+def summed(steps: Steps, finished: Finished, rest: Rest) -> tuple[tuple[int, ...], float]:
+    """(fingerprint of the gradients after a sum beside backward, their relative distance from
+    those after a sum that follows it). A bucket summed too early would show in either."""
+    gradients, kept = steps.stage.gradients(), []
+    for told in (None, finished):
+        rest(steps.stage.accumulate(steps.load.batches(0, 0), steps.features, told))
+        kept.append([g.clone() for g in gradients])
+        found = fingerprint(gradients)
+        steps.stage.discard()
+    pairs = list(zip(*kept, strict=True))
+    apart = sum(float((b - a).float().norm()) ** 2 for a, b in pairs)
+    return found, (apart / sum(float(a.float().norm()) ** 2 for a, _ in pairs)) ** 0.5
 
 
 def modes(finished: Finished, rest: Rest) -> dict[str, tuple[Finished | None, Rest | None]]:
@@ -114,14 +83,17 @@ def run_overlap(options: Any) -> None:
         board.raise_failure()
     finally:
         board.close()
+        # A thread that the interpreter's end meets inside torch aborts the process.
+        for worker in (w for d in drafters for w in (d, d.summer) if w is not None and w.ident):
+            worker.join(10)
 
 
 def measure_threads(load: Workload, drafters: list[DrafterWorker], count: int) -> None:
     began = time.perf_counter()
     steps = []
-    for drafter in drafters:
+    for i, drafter in enumerate(drafters):
         drafter.post(drafter.build, load.make_drafter).get()
-        steps.append(drafter.post(Steps, load, drafter.stage, count).get())
+        steps.append(drafter.post(Steps, load, drafter.stage, i, 2).get())
         drafter.post(steps[-1].warm_up).get()
     figure("built and compiled s", time.perf_counter() - began)
 
@@ -134,11 +106,12 @@ def measure_threads(load: Workload, drafters: list[DrafterWorker], count: int) -
         assert summer is not None
         return summer.finished, lambda sums: drafter._await_sum(0, summer, sums)
 
-    tell_sums(together(lambda s, d: s.summed(*ways(d))))
+    tell_sums(together(lambda s, d: summed(s, *ways(d))))
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(ROUNDS):
         for mode in MODES:
-            found[mode].append(max(together(lambda s, d, m=mode: s.seconds(*modes(*ways(d))[m]))))
+            timed = together(lambda s, d, m=mode: s.seconds(count, *modes(*ways(d))[m]))
+            found[mode].append(max(timed))
     first = drafters[0].summer
     assert first is not None
     tell(found, first.buckets)
@@ -148,9 +121,9 @@ def measure_threads(load: Workload, drafters: list[DrafterWorker], count: int) -
 
 def alone(load: Workload, device: torch.device, count: int) -> float:
     """A drafter that is the only one: no hooks, its forward pass one compiled call."""
-    steps = Steps(load, load.make_drafter(device), count)
+    steps = Steps(load, load.make_drafter(device))
     steps.warm_up()
-    return min(steps.seconds() for _ in range(ROUNDS))
+    return min(steps.seconds(count) for _ in range(ROUNDS))
 
 
 def run_overlap_rank(options: Any) -> None:
@@ -169,10 +142,10 @@ def run_overlap_rank(options: Any) -> None:
         stage = load.make_drafter(device)
         buckets = stage.buckets()
         summing = AllReduce(buckets, dist.group.WORLD, device)
-        steps = Steps(load, stage, options.steps)
+        steps = Steps(load, stage, rank, 2)
         steps.warm_up()
         sums: list[Any] = [None, None]
-        dist.all_gather_object(sums, steps.summed(summing.finished, summing.rest))
+        dist.all_gather_object(sums, summed(steps, summing.finished, summing.rest))
         if rank == 0:
             figure("built and compiled s", time.perf_counter() - began)
             tell_sums(sums)
@@ -180,7 +153,7 @@ def run_overlap_rank(options: Any) -> None:
         for _ in range(ROUNDS):
             for mode, ways in modes(summing.finished, summing.rest).items():
                 seconds: list[Any] = [None, None]
-                dist.all_gather_object(seconds, steps.seconds(*ways))
+                dist.all_gather_object(seconds, steps.seconds(options.steps, *ways))
                 found[mode].append(max(seconds))
         if rank == 0:
             tell(found, buckets)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import figure, settle
-from torch import Tensor
+from measure import figure
+from steps import Steps
 from workload import Workload
 
 from trainer.pipeline.allreduce import AllReduce
 from trainer.pipeline.costs import drafter_memory
-from trainer.pipeline.stages import DrafterStage, Sums
+from trainer.pipeline.stages import Sums
 
 SHARES = (1, 4)
 """Microbatches of a drafter in a step: shards gather weights and sum gradients at each."""
@@ -29,52 +29,13 @@ COMPARED = 4
 """Steps whose losses are compared."""
 
 
-class Steps:
-    """One drafter's steps on random features."""
-
-    def __init__(self, load: Workload, stage: DrafterStage, summing: AllReduce) -> None:
-        self.load, self.stage, self.summing = load, stage, summing
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        shape = (*load.batches.shape[:2], load.drafter_config.feature_size)
-        random = torch.Generator(stage.device).manual_seed(self.rank)
-        made = torch.randn(shape, device=stage.device, generator=random)
-        self.features = made.bfloat16() if stage.device.type == "cuda" else made
-
-    def warm_up(self) -> None:
-        self.stage.accumulate(self.load.batches(0, 0), self.features)
-        self.stage.discard()
-        settle(self.stage.device)
-
-    def step(self, index: int, share: int) -> Tensor:
-        total: Tensor | None = None
-        for number in range(share):
-            batch = self.load.batches(index, self.rank + number * self.ranks)
-            last = number == share - 1
-            sums = self.stage.accumulate(
-                batch, self.features, self.summing.finished if last else None
-            )
-            total = sums if total is None else total + sums
-        assert total is not None
-        self.summing.rest(total)
-        self.stage.update(index, total)
-        return total
-
-    def losses(self) -> list[float]:
-        return [Sums.read(self.step(index, 1)).mean_loss for index in range(COMPARED)]
-
-    def seconds(self, share: int, count: int) -> float:
-        """Of a step, of the slowest rank."""
-        found = []
-        for _ in range(ROUNDS):
-            settle(self.stage.device)
-            began = time.perf_counter()
-            for index in range(count):
-                self.step(index, share)
-            settle(self.stage.device)
-            found.append((time.perf_counter() - began) / count)
-        slowest = torch.tensor(min(found))
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.item()
+def slowest(steps: Steps, summing: AllReduce, share: int, count: int) -> float:
+    """Seconds of a step of the slowest rank."""
+    ways = summing.finished, summing.rest
+    rounds = [steps.seconds(count, *ways, share=share, warm=0) for _ in range(ROUNDS)]
+    found = torch.tensor(min(rounds))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
 
 
 def run_sharded_rank(options: Any) -> None:
@@ -141,17 +102,19 @@ def measure(load: Workload, kind: str, device: torch.device, count: int, tell: A
     group = dist.group.WORLD
     assert group is not None
     stage = load.make_sharded(device, group) if kind == "shard" else load.make_drafter(device)
-    steps = Steps(load, stage, AllReduce(stage.buckets(), group, device))
+    summing = AllReduce(stage.buckets(), group, device)
+    steps = Steps(load, stage, dist.get_rank(), dist.get_world_size())
     memory.peak("peak while building")
     steps.warm_up()
     tell(f"{kind}: built and compiled s", time.perf_counter() - began)
     compiles = load.lock.stats().compiles
-    losses = steps.losses()
+    sums = [steps.step(i, summing.finished, summing.rest) for i in range(COMPARED)]
+    losses = [Sums.read(vector).mean_loss for vector in sums]
     tell(f"{kind}: losses", losses)
     memory.now("between steps")
     memory.begin()
     for share in SHARES:
-        seconds = steps.seconds(share, max(2, count // 2 // share))
+        seconds = slowest(steps, summing, share, max(2, count // 2 // share))
         tell(f"{kind}: step of {share} microbatches a drafter, ms", seconds * 1e3)
     memory.peak("peak of a step")
     tell(f"{kind}: compiles after the first microbatch", load.lock.stats().compiles - compiles)
