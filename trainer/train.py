@@ -59,7 +59,6 @@ def loop(run: Run, signals: StopSignals) -> None:
     try:
         executor.start()
         done, best = _resume(run, executor)
-        run.compile_lock.end_warm_up()
         run.writer.event("training", step=done)
         report = Report(run, done)
         signals.defer(True)

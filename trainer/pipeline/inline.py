@@ -43,6 +43,8 @@ class InlineExecutor:
         self.drafter.accumulate(batch, self._features(batch))
         self.drafter.discard()
         self.job.event("compiled", name="step", seconds=round(time.perf_counter() - began, 3))
+        if self.job.compile_lock is not None:
+            self.job.compile_lock.end_warm_up()
 
     def step(self, index: int) -> StepResult:
         total: torch.Tensor | None = None

@@ -229,7 +229,8 @@ class Job:
 
 class Executor(Protocol):
     def start(self) -> None:
-        """Build the stages and warm every shape up, with ``compiling``/``compiled`` events."""
+        """Build the stages and warm every shape up, with ``compiling``/``compiled`` events; what is
+        compiled later is a recompile."""
 
     def step(self, index: int) -> StepResult:
         """One optimizer step, 0-based. Raises the first cause of a stage's failure."""
