@@ -12,6 +12,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_drafter import SECOND, noisy_drafter, packed_batch, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.batch import Batch
 from trainer.drafter.mask import MaskBuilder
@@ -326,6 +327,23 @@ def test_selector_loss_joins_the_heads_and_reaches_the_codebooks() -> None:
     assert selector is not None
     for parameter in selector.parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0
+
+
+def test_the_selectors_candidates_are_one_product_with_the_head_not_one_a_block() -> None:
+    class Products(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shapes: list[tuple[str, int]] = []
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if op in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+                self.shapes.append((op.__name__.split(".")[0], args[1].shape[-1]))
+            return op(*args, **(kwargs or {}))
+
+    with Products() as products:
+        step_loss(packed_batch([9, 8], [1, 4, 7, 9, 13]), second=True)
+    assert products.shapes.count(("mm", 40)) == 2, "the head's own loss, and the candidates"
+    assert ("bmm", 40) not in products.shapes
 
 
 def test_an_untrained_selector_chooses_the_heads_own_best() -> None:
