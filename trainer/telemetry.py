@@ -10,7 +10,6 @@ The run's folder comes from the environment variable ``DFLASH_RUN_DIR``, which t
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,11 +158,6 @@ class RunWriter:
         """Told of every line too (``trackers.py``)."""
         self._metrics = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._events = (folder / EVENTS_FILE).open("a", encoding="utf-8")
-
-    @classmethod
-    def from_environment(cls, default: Path) -> RunWriter:
-        """The supervisor's folder if it set one, else ``default``."""
-        return cls(Path(os.environ.get(RUN_DIR_VARIABLE) or default))
 
     def step(self, line: StepLine) -> None:
         self._append(self._metrics, line)

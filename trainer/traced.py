@@ -7,6 +7,7 @@ flag caused in another thread.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from argparse import Namespace
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from trainer.compile_lock import TraceLog
 from trainer.errors import ConfigError
-from trainer.telemetry import RunWriter
+from trainer.telemetry import RUN_DIR_VARIABLE, RunWriter
 
 
 def trace(options: Namespace) -> int:
@@ -24,7 +25,7 @@ def trace(options: Namespace) -> int:
             f"there is no script {script}",
             next_step="give the path of a Python file; its arguments follow it",
         )
-    writer = RunWriter.from_environment(Path())
+    writer = RunWriter(Path(os.environ.get(RUN_DIR_VARIABLE) or "."))
     log = TraceLog(writer.event)
     # As `python SCRIPT` sets both.
     sys.argv = [str(script), *options.arguments]

@@ -33,8 +33,7 @@ class InlineExecutor:
         self._thread = ExitStack()
 
     def start(self) -> None:
-        if self.job.compile_lock is not None:
-            self._thread.enter_context(self.job.compile_lock.thread())
+        self._thread.enter_context(self.job.compile_lock.thread())
         self.target = self.job.make_target(self.target_device)
         self.drafter = self.job.make_drafter(self.device)
         self.job.event("compiling", name="step")
@@ -43,8 +42,7 @@ class InlineExecutor:
         self.drafter.accumulate(batch, self._features(batch))
         self.drafter.discard()
         self.job.event("compiled", name="step", seconds=round(time.perf_counter() - began, 3))
-        if self.job.compile_lock is not None:
-            self.job.compile_lock.end_warm_up()
+        self.job.compile_lock.end_warm_up()
 
     def step(self, index: int) -> StepResult:
         total: torch.Tensor | None = None
@@ -56,8 +54,7 @@ class InlineExecutor:
             total = sums if total is None else total + sums
         assert total is not None
         norm = self.drafter.update(index, total)
-        lock = self.job.compile_lock
-        telemetry = {} if lock is None else lock.stats().telemetry()
+        telemetry = self.job.compile_lock.stats().telemetry()
         return StepResult(index, total, norm, tokens, telemetry)
 
     def _features(self, batch: Batch) -> torch.Tensor:

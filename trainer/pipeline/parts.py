@@ -173,9 +173,6 @@ class DrafterPart:
     def _telemetry(self, tokens: int) -> dict[str, float]:
         queue = sum(work.is_completed() for work in self._receives.values())
         waited = self.sum.waited_s()
-        found = self.gauge.read(
+        return self.job.compile_lock.stats().telemetry() | self.gauge.read(
             tokens, queue, self.round.targets, self.round.drafters, sum_wait_s=waited
         )
-        if self.job.compile_lock is not None:
-            found |= self.job.compile_lock.stats().telemetry()
-        return found

@@ -77,8 +77,7 @@ class ProcessesExecutor:
             backend, store=self.store, rank=rank, world_size=world, timeout=limit
         )
         self._closing.callback(dist.destroy_process_group)
-        if self.job.compile_lock is not None:
-            self._closing.enter_context(self.job.compile_lock.thread())
+        self._closing.enter_context(self.job.compile_lock.thread())
         with self._first_cause():
             everybody = dist.new_group(backend="gloo", timeout=limit)
             among = dist.new_group(self.place.drafter_ranks(), timeout=limit)
@@ -91,8 +90,7 @@ class ProcessesExecutor:
             seconds = round(time.perf_counter() - began, 3)
             self.job.event("compiled", name=self.place.name, seconds=seconds)
         self._healthy = True
-        if self.job.compile_lock is not None:
-            self.job.compile_lock.end_warm_up()
+        self.job.compile_lock.end_warm_up()
 
     def _build(self, everybody: Any, among: Any) -> None:
         if self.place.is_target:

@@ -219,8 +219,8 @@ class Job:
     make_target: Callable[[torch.device], TargetStage]
     make_drafter: Callable[[torch.device], DrafterStage]
     event: EventSink
-    compile_lock: CompileLock | None = None
-    """The one that ``make_drafter`` compiles with; executors with threads enter ``thread()``."""
+    compile_lock: CompileLock = field(default_factory=CompileLock)
+    """The one that ``make_drafter`` compiles with."""
     key: str = ""
     """Equal where config and data are equal: ranks of several processes compare it."""
     make_sharded: MakeSharded | None = None

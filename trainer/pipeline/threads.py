@@ -69,8 +69,7 @@ class ThreadsExecutor:
         with self._first_cause():
             self._build()
             self._warm_up()
-        if self.job.compile_lock is not None:
-            self.job.compile_lock.end_warm_up()
+        self.job.compile_lock.end_warm_up()
 
     def step(self, index: int) -> StepResult:
         """Steps come one after the other; the first may be any (a resumed run)."""
@@ -196,7 +195,7 @@ class ThreadsExecutor:
 
     def _telemetry(self, tokens: int) -> dict[str, float]:
         filled = sum(d.ring.depth_now() for d in self.drafters) / len(self.drafters)
-        found = self._gauge.read(
+        return self.job.compile_lock.stats().telemetry() | self._gauge.read(
             tokens,
             filled,
             Usage.of([t.meter for t in self.targets]),
@@ -204,9 +203,6 @@ class ThreadsExecutor:
             transfer_s=sum(t.transfer.busy_s for t in self.targets),
             sum_wait_s=self._sum_wait_s(),
         )
-        if self.job.compile_lock is not None:
-            found |= self.job.compile_lock.stats().telemetry()
-        return found
 
     def _sum_wait_s(self) -> float | None:
         if not self.summers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -50,7 +49,7 @@ class Worker(threading.Thread):
         device: torch.device,
         devices: Sequence[torch.device],
         board: Board,
-        compile_lock: CompileLock | None,
+        compile_lock: CompileLock,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.device = device
@@ -69,10 +68,9 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         self.pulse.thread = threading.get_ident()
-        lock = self._compile_lock
         try:
             enter_device(self.device, self._devices, self.priority)
-            with lock.thread() if lock is not None else nullcontext():
+            with self._compile_lock.thread():
                 while True:
                     self.board.wait(lambda: bool(self._tasks), self.pulse, "waiting for work")
                     self._tasks.popleft()()
