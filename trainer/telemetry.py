@@ -194,7 +194,8 @@ def read_events(text: str) -> Iterator[EventLine]:
 
 
 def _read(text: str, model: type[Any]) -> Iterator[Any]:
-    for line in text.splitlines():
+    # Not ``splitlines``: a string may hold U+2028 and the like, which JSON leaves as they are.
+    for line in text.split("\n"):
         try:
             yield model.model_validate(json.loads(line))
         except (json.JSONDecodeError, ValidationError):

@@ -212,6 +212,18 @@ def test_features_kept_while_writing_are_those_of_a_pass_of_its_own(
         torch.testing.assert_close(rows[:-1], wanted[:-1])
 
 
+def test_a_held_out_prompt_may_hold_any_character(tmp_path: Path) -> None:
+    odd = "one\u2028two\x85three"
+    turns = [{"role": "user", "content": odd}, {"role": "assistant", "content": "yes indeed"}]
+    write_chats(tmp_path / "chats.jsonl", 20)
+    with (tmp_path / "chats.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
+    tree = run_config(tmp_path, data={"held_out": 0.9})
+    config = parse_config(tree, source="t", base=tmp_path)
+    found = prepare(config, tmp_path / "d", make_tokenizer(), lambda: None, lambda _: None)
+    assert turns[:1] in found.prompts
+
+
 def test_prompts_may_be_supervised_too_but_not_the_templates_opening(tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", 3)
     tree = run_config(tmp_path, data={"held_out": 0.0, "supervise": "everything"})

@@ -91,10 +91,8 @@ def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
             f" this config's {data_key(config)})",
             next_step="choose another data.folder, or delete that one",
         )
-    prompts = [
-        json.loads(line)["messages"]
-        for line in (folder / HELD_OUT_PROMPTS).read_text(encoding="utf-8").splitlines()
-    ]
+    with (folder / HELD_OUT_PROMPTS).open(encoding="utf-8") as lines:
+        prompts = [json.loads(line)["messages"] for line in lines]
     return Prepared(
         Samples.load(folder / "train"), Samples.load(folder / "held_out"), prompts, report
     )
