@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 import threading
@@ -228,7 +229,12 @@ def prepare_run(opened: Opened) -> Run:
     if leads:
         for note in resolved.notes:
             say(note)
-        made = make_data(resolved, targets, folder)
+        # A rank of its own leads, which needs no target once the data is there: kept, it would lie
+        # beside a target rank's on the first device, and the plan counts one.
+        made = make_data(resolved, targets if place is None else Targets(resolved), folder)
+        if place is not None and torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
         say(plan.table())
     if place is not None and place.nodes > 1 and place.leads_node:
         # Every node may have a folder of its own, where nobody else puts the data.
