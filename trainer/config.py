@@ -204,7 +204,7 @@ class PipelineConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Speculative decoding against the target after (and during) training."""
+    """Speculative decoding against the target after training."""
 
     prompts: str | None = None
     """JSONL with ``messages`` or ``prompt``, as in ``data.make.prompts``; null takes the held-out

@@ -126,6 +126,8 @@ def position_acceptance(accepted: list[int], offered: list[int], block_size: int
 def table(summary: dict[str, Any]) -> str:
     """The summary for people."""
     kind = "greedy" if summary["temperature"] <= 0 else f"sampled at {summary['temperature']}"
+    gain = summary["speed_up"]
+    times = "" if gain is None else f"  ({gain:.2f} times)"
     positions = " ".join(f"{rate:.2f}" for rate in summary["position_acceptance"])
     histogram = ", ".join(f"{n}: {count}" for n, count in summary["accepted_histogram"].items())
     lines = [
@@ -136,8 +138,7 @@ def table(summary: dict[str, Any]) -> str:
         f"accepted by slot      {positions}",
         f"accepted a pass       {histogram}",
         f"tokens/s, target only {summary['tokens_per_s_plain']:.1f}",
-        f"tokens/s, drafted     {summary['tokens_per_s_drafted']:.1f}"
-        f"  ({summary['speed_up']:.2f} times)",
+        f"tokens/s, drafted     {summary['tokens_per_s_drafted']:.1f}{times}",
     ]
     if summary["identical"] is not None:
         lines.append(

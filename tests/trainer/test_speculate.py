@@ -154,3 +154,10 @@ def test_a_summary_is_what_its_passes_say() -> None:
     assert summary["identical"] == 2
     assert summary["accepted_histogram"] == {"0": 2, "1": 2, "2": 2}
     assert "tau                   2.000" in table(summary)
+
+
+def test_a_target_that_ends_every_text_at_once_is_summed_up_too() -> None:
+    at_once = Pair(Decoded([9], 0.1), Decoded([9], 0.1))
+    summary = summarize([at_once], 4, Limits(7, NEVER), 0)
+    assert (summary["tau"], summary["speed_up"]) == (0.0, None)
+    assert "times" not in table(summary)
