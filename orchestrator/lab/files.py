@@ -64,6 +64,7 @@ def make_host(layout: Layout, spec: LabSpec, backend: Backend, groups: cgroups.H
     layout.host_upper.mkdir(parents=True)
     layout.host_upper.with_name("work").mkdir()
     (layout.host / "tmp").chmod(0o1777)
+    layout.driver.write_text("".join(f"{path}\n" for path in spec.driver or ()))
     layout.faults.mkdir()
     folder = layout.pve / "nodes" / spec.node / "lxc"
     folder.mkdir(parents=True)

@@ -12,18 +12,18 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from orchestrator.errors import RefusedError, UsageError
-from orchestrator.lab import cgroups, files, network, render, requirements
+from orchestrator.lab import cgroups, driver, files, network, render, requirements
 from orchestrator.lab.faults import PCT_DELAY
 from orchestrator.lab.host_access import HostAccess, join_argv
 from orchestrator.lab.layout import PROGRAMS
-from orchestrator.lab.mounts import MOUNTS, mounts_below, on_overlay
+from orchestrator.lab.mounts import mountinfo, mounts_below, on_overlay
 from orchestrator.lab.processes import Process, boot_id, listener
 from orchestrator.lab.requirements import CLEAN_ENV
 from orchestrator.lab.spec import Backend
@@ -73,12 +73,21 @@ class Lab(HostAccess):
     def _start_or_clean(self, backend: Backend, progress: Callable[[str], None]) -> None:
         try:
             self._start(backend, progress)
+        except OSError as error:
+            self._clean()
+            raise RefusedError(
+                f"the lab cannot be made here: {error}",
+                next_step="it needs a root that may mount and make device nodes, and folders that"
+                " can be written: `docker run --privileged`, for example",
+            ) from error
         except BaseException:
             self._clean()
             raise
 
     def _start(self, backend: Backend, progress: Callable[[str], None]) -> None:
         layout, spec = self.layout, self.spec
+        if spec.driver is None:
+            spec = replace(spec, driver=driver.mounts_here(spec.devices))
         layout.root.mkdir(parents=True, mode=0o700)
         groups = cgroups.find(layout.cgroup)
         state: dict[str, Any] = {
@@ -100,7 +109,7 @@ class Lab(HostAccess):
         progress(f"host {spec.node}: sshd on 127.0.0.1:{spec.port}")
         files.make_keys(layout, spec.port)
         layout.layers.mkdir()
-        if on_overlay(layout.root, MOUNTS.read_text()):
+        if on_overlay(layout.root, mountinfo()):
             requirements.run("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(layout.layers))
         files.make_host(layout, spec, backend, groups)
         sshd = self._start_host(groups)
@@ -212,9 +221,10 @@ class Lab(HostAccess):
                 detail = log.read_text().strip()
                 if layout.sshd_log.exists():
                     detail = f"{detail}\n{layout.sshd_log.read_text()}".strip()
+                # mount(8) ends what it says with a pointer to dmesg.
+                reasons = [line for line in detail.splitlines() if "dmesg(1)" not in line]
                 raise RefusedError(
-                    "the lab's host did not start: "
-                    + (detail.splitlines() or ["no reason given"])[-1],
+                    "the lab's host did not start: " + (reasons or ["no reason given"])[-1],
                     next_step="if that program is broken here, install it again; if it was refused,"
                     " this machine forbids namespaces or overlay mounts (an unprivileged container"
                     " does)",

@@ -93,6 +93,11 @@ class Layout:
         return self.host / "python"
 
     @property
+    def driver(self) -> Path:
+        """Mounts that the host takes over from the machine, a path a line."""
+        return self.host / "driver"
+
+    @property
     def pve(self) -> Path:
         """The host sees it at /etc/pve."""
         return self.root / "pve"

@@ -94,7 +94,17 @@ def mounts(layout: Layout, spec: LabSpec, ct: Container) -> list[tuple[str, str,
     if ct.python == "shared" and spec.shared_python.is_dir():
         result.append((str(layout.python), SHARED_MOUNT.lstrip("/"), "none", "bind,ro,create=dir"))
     result += [(str(d), str(d).lstrip("/"), "none", "bind,create=file") for d in spec.devices]
-    return result
+    for path in spec.driver or ():
+        create = "dir" if path.is_dir() else "file"
+        result.append((str(path), str(path).lstrip("/"), "none", f"bind,ro,create={create}"))
+    return [
+        (_fstab(source), _fstab(target), kind, options) for source, target, kind, options in result
+    ]
+
+
+def _fstab(name: str) -> str:
+    """A file's name as a field of fstab, which LXC reads, and ``ct-start`` likewise."""
+    return name.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
 
 
 def lxc_config(

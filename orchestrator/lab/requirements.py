@@ -18,10 +18,15 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CLEAN_ENV = {"PATH": SYSTEM_PATH}
 """For every program that the lab starts: nothing of the caller's environment leaks in."""
 
+UID_MAP = Path("/proc/self/uid_map")
+WHOLE = "0 0 4294967295"
+"""What stands there outside of user namespaces."""
+
 # program → Debian package
 NEEDED = {
     "sshd": "openssh-server",
     "ssh-keygen": "openssh-client",
+    "hostname": "hostname",
     "perl": "perl-base",
     "ip": "iproute2",
     "tmux": "tmux",
@@ -74,6 +79,7 @@ def problem(
     platform: str = sys.platform,
     find: Find = which,
     separate_usr: bool = False,
+    uid_map: str = WHOLE,
 ) -> RefusedError | None:
     """One error that names all that is missing and how to get it."""
     if not platform.startswith("linux"):
@@ -90,6 +96,9 @@ def problem(
     if uid != 0:
         problems.append("root (it makes namespaces, mounts and cgroups)")
         steps.append("run it again as root, for example with sudo")
+    elif uid_map.split() != WHOLE.split():
+        problems.append("the machine's own root (this one is a user namespace's)")
+        steps.append("run it outside of that namespace or unprivileged container")
     if packages := missing(backend, find):
         problems.append("the programs of " + ", ".join(packages))
         steps.append("apt install --no-install-recommends " + " ".join(packages))
@@ -106,7 +115,12 @@ def check(backend: Backend) -> None:
 
 
 def _problem_here(backend: Backend) -> RefusedError | None:
-    return problem(backend, uid=os.geteuid(), separate_usr=Path("/usr").is_mount())
+    return problem(
+        backend,
+        uid=os.geteuid(),
+        separate_usr=Path("/usr").is_mount(),
+        uid_map=UID_MAP.read_text() if UID_MAP.exists() else WHOLE,
+    )
 
 
 def reason_to_skip() -> str | None:

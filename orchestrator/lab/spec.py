@@ -88,6 +88,9 @@ class LabSpec:
     """Seconds of computing that each ``pct`` call costs first; the real one takes 0.5 to 0.97."""
     devices: tuple[Path, ...] = field(default_factory=nvidia_nodes)
     """Nodes that all containers share with this machine, as ``devN:`` passes them on Proxmox."""
+    driver: tuple[Path, ...] | None = None
+    """Mounts below / that host and containers see too, read-only: those that hold the devices'
+    driver. None finds them (``driver.py``)."""
 
     @property
     def gpus(self) -> list[int]:

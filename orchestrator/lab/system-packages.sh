@@ -9,6 +9,7 @@ need() { # program package
 }
 need sshd openssh-server
 need ssh openssh-client
+need hostname hostname
 need perl perl-base
 need ip iproute2
 need tmux tmux

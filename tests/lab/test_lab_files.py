@@ -131,6 +131,8 @@ def test_an_overlay_below_the_folder_is_seen_and_one_beside_it_is_not() -> None:
     assert not on_overlay(Path("/var/lib/dflashctl/lab"), mountinfo)
     assert on_overlay(Path("/data/lab"), mountinfo)
     assert not on_overlay(Path("/database"), mountinfo)
+    spaced = mountinfo.replace("/data", r"/my\040data")
+    assert on_overlay(Path("/my data/lab"), spaced)
 
 
 def test_what_lies_below_a_hidden_folder_need_not_be_hidden(tmp_path: Path) -> None:

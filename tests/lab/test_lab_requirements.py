@@ -46,6 +46,16 @@ def test_a_separate_usr_is_refused_because_overlays_do_not_cross_mounts() -> Non
     assert "/usr on the same file system" in error.what
 
 
+def test_root_of_a_user_namespace_is_told_apart_before_anything_is_made() -> None:
+    """It may not mark what an overlay hides."""
+    error = problem("lxc", uid=0, platform="linux", find=find_all_but(), uid_map="0 1000 1\n")  # type: ignore[arg-type]
+    assert error is not None
+    assert "a user namespace's" in error.what
+    assert "unprivileged container" in error.next_step
+    whole = "         0          0 4294967295\n"
+    assert problem("lxc", uid=0, platform="linux", find=find_all_but(), uid_map=whole) is None  # type: ignore[arg-type]
+
+
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(UsageError, match="'docker' is unknown"):
         choose_backend("docker")

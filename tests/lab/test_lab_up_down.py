@@ -207,6 +207,21 @@ def test_a_failed_start_leaves_nothing(make_lab: MakeLab) -> None:
     assert remains(lab.layout) == []
 
 
+@pytest.mark.parametrize("lacking", ["sys_admin", "mknod"])
+def test_a_root_that_may_not_do_all_of_it_is_told_so_and_leaves_nothing(
+    make_lab: MakeLab, lacking: str
+) -> None:
+    lab = make_lab(ONE)
+    command = ["lab", "up", "--root", lab.layout.root, "--port", lab.spec.port]
+    argv = ["setpriv", f"--bounding-set=-{lacking}", f"--inh-caps=-{lacking}", sys.executable]
+    argv += ["-m", "orchestrator.cli", *map(str, command), "--backend", "unshare"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 4, done.stderr
+    assert "Operation not permitted" in done.stderr and "next: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert remains(lab.layout) == []
+
+
 def test_a_folder_that_is_no_labs_is_left_alone(make_lab: MakeLab) -> None:
     lab = make_lab(ONE)
     lab.layout.root.mkdir(parents=True)
