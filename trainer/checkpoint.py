@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer.config import CheckpointConfig
+from trainer.config import CheckpointConfig, TargetConfig
 from trainer.errors import CheckpointError, ResourceError
 
 STATE = "state.json"
@@ -253,11 +253,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def drafter_folder(path: Path) -> tuple[Path, str | None]:
-    """(the folder in z-lab form, the target's name if it is known) of a checkpoint or an export."""
+def drafter_folder(path: Path) -> tuple[Path, TargetConfig | None]:
+    """(the folder in z-lab form, the target if it is known) of a checkpoint or an export."""
     if (path / STATE).is_file():
-        fingerprint = read_record(path)["fingerprint"]
-        return path / "drafter", fingerprint["target.model"]
+        fields = read_record(path)["fingerprint"].items()
+        target = {k.removeprefix("target."): v for k, v in fields if k.startswith("target.")}
+        return path / "drafter", TargetConfig.model_validate(target)
     if not path.is_dir():
         raise CheckpointError(
             f"there is no folder {path}", next_step="name a folder checkpoints/step-… of a run"

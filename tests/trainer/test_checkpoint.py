@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import CheckpointStore, newest_of_run, newest_step
-from trainer.config import CheckpointConfig
+from trainer.checkpoint import CheckpointStore, drafter_folder, newest_of_run, newest_step
+from trainer.config import CheckpointConfig, TargetConfig
 from trainer.errors import CheckpointError, ResourceError
 
 pytestmark = pytest.mark.torch
@@ -185,3 +185,15 @@ def test_what_a_run_ends_with_is_its_own_not_what_it_went_on_from(
     made = own.save(60, state(1.0))
     assert newest_of_run(own.folder) == made
     assert own.newest() == before
+
+
+def test_a_checkpoint_says_which_target_it_was_trained_for_and_with_which_template(
+    tmp_path: Path,
+) -> None:
+    target = TargetConfig(model="some/target", chat_template=Path("/its/own.jinja"))
+    fields = {f"target.{name}": value for name, value in target.model_dump(mode="json").items()}
+    path = make_store(tmp_path / "c", {"seed": 1} | fields).save(3, state(1.0))
+    assert drafter_folder(path) == (path / "drafter", target)
+    assert drafter_folder(path / "drafter") == (path / "drafter", None)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        drafter_folder(tmp_path / "absent")

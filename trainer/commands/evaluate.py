@@ -13,7 +13,7 @@ from trainer.errors import ConfigError
 from trainer.evaluate import evaluate_prompts, load_prompts, summarize, table, write_report
 from trainer.outlook import default_device
 from trainer.speculate import Limits
-from trainer.target import frozen_weights, load_model, load_tokenizer
+from trainer.target import frozen_weights, load_hf_config, load_model, load_tokenizer
 from trainer.telemetry import say
 
 
@@ -23,22 +23,25 @@ def evaluate(options: Namespace) -> int:
         raise ConfigError("--count is at least 1, --max-new-tokens 2, --temperature 0")
     folder, trained_for = drafter_folder(options.checkpoint)
     config, weights = drafter_format.load(folder)
-    name = options.target or trained_for
-    if name is None:
+    target = trained_for
+    if options.target:
+        # Perhaps the same one elsewhere: its template and type stay.
+        known = {} if trained_for is None else trained_for.model_dump()
+        target = TargetConfig.model_validate(known | {"model": options.target})
+    if target is None:
         raise ConfigError(
             f"{options.checkpoint} does not say which target it was trained for",
             next_step="name it by --target",
         )
-    target = TargetConfig(model=name)
+    misfits = config.misfits(load_hf_config(target))
+    if misfits:
+        raise ConfigError(
+            f"this drafter does not fit {target.model}: {'; '.join(misfits)}",
+            next_step="name the target that it was trained for by --target",
+        )
     device = default_device()
     tokenizer = load_tokenizer(target)
     model = load_model(target, device)
-    misfits = config.misfits(model.config)
-    if misfits:
-        raise ConfigError(
-            f"this drafter does not fit {name}: {'; '.join(misfits)}",
-            next_step="name the target that it was trained for by --target",
-        )
     drafter = Drafter(config)
     drafter.load_state_dict(weights)
     drafter.to(device, model.dtype)
@@ -49,7 +52,7 @@ def evaluate(options: Namespace) -> int:
     stop = frozenset(stop_tokens(tokenizer, model.generation_config))
     limits = Limits(options.max_new_tokens, stop, options.temperature)
     pairs = evaluate_prompts(model, drafter, frozen, prompts, limits, options.seed)
-    summary = {"checkpoint": str(options.checkpoint), "target": name}
+    summary = {"checkpoint": str(options.checkpoint), "target": target.model}
     summary |= summarize(pairs, config.block_size, limits, options.seed)
     if options.json:
         write_report(options.json, summary)

@@ -17,6 +17,8 @@ def export(options: Namespace) -> int:
     if options.folder.exists() and any(options.folder.iterdir()):
         raise ConfigError(f"{options.folder} is not empty", next_step="name a new folder")
     form: drafter_format.Form = "z-lab" if options.form == "zlab" else "speculators"
-    drafter_format.save(options.folder, config, weights, form=form, verifier=target or "")
+    drafter_format.save(
+        options.folder, config, weights, form=form, verifier=target.model if target else ""
+    )
     say(f"wrote {options.folder} in the {form} form")
     return 0
