@@ -115,7 +115,7 @@ def test_a_pushs_meter_shows_what_has_arrived_and_no_cut_turns_it_back(
     cli: Cli, proxied: Proxy, code: Path
 ) -> None:
     for number in range(4):
-        (code / f"part{number}").write_bytes(random.Random(number).randbytes(300_000))
+        (code / f"part{number}").write_bytes(random.Random(f"part{number}").randbytes(300_000))
     cli("exec", CT, "--", "true", code=0)  # the agent's program is there
     proxied.set(rtt_ms=20, rate=4 * NARROW)
     proxied.cut_after(900_000, "up")
