@@ -6,8 +6,10 @@ is not to be seen. A run without a GPU asks the host nothing.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from orchestrator.agent.protocol import AgentError
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import RefusedError
 from orchestrator.target import Target
@@ -45,8 +47,19 @@ def claim(
     leasing = host.request(
         "lease.acquire", gpus=gpus, run_id=run_id, ct=target.ct, owner=owner, force=force
     )
-    leasing.result()
     found = using.result()
+    try:
+        leasing.result()
+    except RefusedError as error:
+        held: Any = (
+            error.__cause__.detail["leases"] if isinstance(error.__cause__, AgentError) else []
+        )
+        raise RefusedError(
+            f"{error.what}: {'; '.join(_lease(one, found['gpus']) for one in held)}",
+            next_step=error.next_step,
+            **target.place,
+            run_id=run_id,
+        ) from error.__cause__
     if found.get("error"):
         # Without a driver on the host nothing can be told of its processes; the leases still hold.
         return
@@ -59,7 +72,7 @@ def claim(
     if busy and not force:
         release(host, run_id)
         raise RefusedError(
-            f"GPUs are in use: {'; '.join(_words(one, found['gpus']) for one in busy[:8])}",
+            f"GPUs are in use: {'; '.join(_process(one, found['gpus']) for one in busy[:8])}",
             next_step="end that process, choose other GPUs, or launch beside it with --force",
             **target.place,
             run_id=run_id,
@@ -81,10 +94,22 @@ def release(host: AgentChannel, run_id: str) -> None:
     host.call("lease.release", run_id=run_id)
 
 
-def _words(process: dict[str, Any], cards: list[dict[str, Any]]) -> str:
+def _card(uuid: str, cards: list[dict[str, Any]]) -> str:
+    """By its index on the host, where the driver tells one."""
+    return f"GPU {next((card['index'] for card in cards if card['uuid'] == uuid), uuid)}"
+
+
+def _lease(lease: dict[str, Any], cards: list[dict[str, Any]]) -> str:
+    """``GPU 3 by anna@laptop for r-0610 in container 204 since 2026-11-30 08:12``."""
+    who = (lease.get("owner") or {}).get("user") or "somebody"
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(lease.get("created", 0.0)))
+    place = f"container {lease.get('ct')}"
+    return f"{_card(lease['gpu'], cards)} by {who} for {lease['run_id']} in {place} since {since}"
+
+
+def _process(process: dict[str, Any], cards: list[dict[str, Any]]) -> str:
     """``GPU 3 by PID 4711 (python3 train.py, 31190 MiB) in container 204``."""
-    index = next((c["index"] for c in cards if c["uuid"] == process["gpu_uuid"]), None)
-    card = f"GPU {index if index is not None else process['gpu_uuid']}"
+    card = _card(process["gpu_uuid"], cards)
     place = (
         f"container {process['ct']}" if process.get("ct") else "no container: on the host itself"
     )

@@ -54,8 +54,7 @@ def acquire(request: Request) -> dict[str, Any]:
                 continue
             (stale if found["stale"] or request.get("force", bool, False) else held).append(found)
         if held:
-            names = "; ".join(_words(one) for one in held)
-            raise AgentError("lease.held", f"GPUs are leased: {names}", leases=held)
+            raise AgentError("lease.held", "GPUs are leased", leases=held)
         for gpu in gpus:
             write_record(request.paths.lease(gpu), {"gpu": gpu, **record})
     return {"leases": [{"gpu": gpu, **record} for gpu in gpus], "taken_over": stale}
@@ -124,11 +123,3 @@ def living_runs() -> set[str]:
             if supervised:
                 found.add(supervised[1].decode())
     return found
-
-
-def _words(lease: dict[str, Any]) -> str:
-    owner = lease.get("owner") or {}
-    who = owner.get("user") or "somebody"
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(lease.get("created", 0.0)))
-    place = f"container {lease.get('ct')}"
-    return f"{lease['gpu']} by {who} for {lease['run_id']} in {place} since {when}"

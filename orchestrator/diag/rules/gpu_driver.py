@@ -66,7 +66,7 @@ BUSY = (
     r"devices?(?:\(s\))? (?:is/are|are|is) busy or unavailable",
     r"all CUDA-capable devices are busy|cudaErrorDevicesUnavailable|CUDA_ERROR_DEVICE_UNAVAILABLE",
     r"exclusive(?:-process)? (?:mode|thread).*(?:in use|already)|device already in use by another",
-    r"GPU \S+ is (?:in use|leased|held|busy)",
+    r"GPU \S+ is (?:in use|leased|held|busy)|GPUs are (?:in use|leased): GPU \S+ by ",
 )
 
 
