@@ -35,9 +35,11 @@ TRAINER = Path(__file__).parents[1] / "trainer"
 BATCH_BYTES = 8 << 20
 BATCH_FILES = 4096
 # sshd takes 2 MB of a session before it answers, whatever the link carries: 20 MB/s at 100 ms. A
-# second session takes as much again, and costs another `pct exec`, 0.5 to 1 s of the host.
-FAR_S = 0.05
-WORTH_A_SECOND = 24 << 20
+# further session takes as much again, and costs an agent's start: one is as good as two at 10 ms
+# and slower at 0, two are as good as three at 20 ms, four are the quickest at 100 ms.
+FAR_S = 0.015
+FURTHER = 3
+WORTH_ANOTHER = 24 << 20
 
 
 class Progress(Protocol):
@@ -227,8 +229,8 @@ class _Lane:
 
 
 class Push:
-    """One push: begin at once; finish when the reply is there. On one channel, or on two where the
-    container is far."""
+    """One push: begin at once; finish when the reply is there. On one channel, or on several where
+    the container is far."""
 
     def __init__(
         self,
@@ -255,11 +257,12 @@ class Push:
         answer = self._begin.result()
         self._arrivals.begin(answer["bytes"])
         self._waiting.extend(_batches([self.release.entries[i] for i in answer["missing"]]))
-        second = self._second(answer["bytes"])
+        further = self._further(answer["bytes"])
         blobs = self._send_batches(self._lanes[0])
-        if second is not None:
-            second.join()
-            # What it could not bring.
+        if further:
+            for thread in further:
+                thread.join()
+            # What they could not bring.
             blobs += self._send_batches(self._lanes[0])
         commit = self._channel.request(
             "release.commit",
@@ -273,21 +276,26 @@ class Push:
     def begin(self) -> Request:
         return self._begin
 
-    def _second(self, missing: int) -> threading.Thread | None:
-        """Carries batches over a channel of its own, where the window of one holds them up."""
-        if self._beside is None or missing < WORTH_A_SECOND:
-            return None
+    def _further(self, missing: int) -> list[threading.Thread]:
+        """Each carries batches over a channel of its own, where the window of one holds them up."""
+        if self._beside is None or missing < WORTH_ANOTHER:
+            return []
         asked = time.monotonic()
         self._channel.call("ping")
-        if time.monotonic() - asked < FAR_S:
-            return None
-        thread = threading.Thread(target=self._send_beside, args=(self._beside,), daemon=True)
-        thread.start()
-        return thread
+        count = min(FURTHER, int((time.monotonic() - asked) / FAR_S))
+        threads = [
+            threading.Thread(target=self._send_beside, args=(self._beside,), daemon=True)
+            for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
 
     def _send_beside(self, beside: Callable[[], AgentChannel]) -> None:
         """A failure costs only time: the first channel sends what this one took, or fails too."""
         with contextlib.suppress(DflashctlError), beside() as channel:
+            # It takes nothing before it can send it: the first channel would wait for that.
+            channel.hello()
             lane = _Lane(channel)
             self._lanes.append(lane)
             try:

@@ -346,3 +346,19 @@ def test_a_login_shell_that_prints_first_harms_none_of_many(
         lab.host(
             ["sh", "-c", f"rm {profile}; test ! -e {profile}.kept || mv {profile}.kept {profile}"]
         )
+
+
+def test_a_further_session_is_answered_from_inside_the_same_container(
+    lab: Lab, tmp_path: Path
+) -> None:
+    laptop = LaptopPaths({"HOME": str(tmp_path)})
+    targets = everything(inventories.load(lab.inventory, laptop))
+    target = next(one for one in targets if one.ct == 201)
+    with Fleet(LaptopState(laptop)) as fleet:
+        first = fleet.container(target).hello()
+        beside = fleet.beside(target)
+        assert beside is not None
+        second = beside().hello()
+    same = ("hostname", "boot_id", "workdir", "uid", "python")
+    assert [second[name] for name in same] == [first[name] for name in same]
+    assert second["pid"] != first["pid"]

@@ -1,5 +1,5 @@
-"""A large push to a far container goes over two sessions; what the second does not bring, the first
-does. Real agents, on pipes whose answers come late."""
+"""A large push to a far container goes over several sessions; what the further ones do not bring,
+the first does. Real agents, on pipes whose answers come late."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class Bench:
 
     def __init__(self, far: Far) -> None:
         self.far = far
-        self.asked = 0
+        self.asked: list[AgentChannel] = []
 
     def channel(self) -> AgentChannel:
         link = SlowLink(self.far.workdir)
         return AgentChannel(link, bundle(), str(self.far.workdir), trusted=False, host="h", ct=1)
 
     def beside(self) -> AgentChannel:
-        self.asked += 1
-        return self.channel()
+        channel = self.channel()
+        self.asked.append(channel)
+        return channel
 
     def push(self, beside: bool = True) -> dict[str, object]:
         arrived = Shown()
@@ -54,8 +55,8 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(releases, "BATCH_BYTES", SIZE)
-    monkeypatch.setattr(releases, "WORTH_A_SECOND", SIZE)
-    monkeypatch.setattr(releases, "FAR_S", SLOW_S / 2)
+    monkeypatch.setattr(releases, "WORTH_ANOTHER", SIZE)
+    monkeypatch.setattr(releases, "FAR_S", SLOW_S / releases.FURTHER)
     far = Far(tmp_path)
     for number in range(FILES):
         (far.code / f"file{number}").write_bytes(number.to_bytes(2, "big") * (SIZE // 2))
@@ -63,7 +64,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def waits_for_the_second(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def waits_for_another(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The first takes no batch before this is set."""
     begun = threading.Event()
     take = Push._next
@@ -88,18 +89,18 @@ def complete(bench: Bench, answer: dict[str, object]) -> bool:
     )
 
 
-def test_both_carry_batches_and_the_release_is_whole(
-    bench: Bench, waits_for_the_second: threading.Event
+def test_all_carry_batches_and_the_release_is_whole(
+    bench: Bench, waits_for_another: threading.Event
 ) -> None:
     answer = bench.push()
 
-    assert bench.asked == 1
-    assert waits_for_the_second.is_set()
+    assert len(bench.asked) == releases.FURTHER
+    assert waits_for_another.is_set()
     assert complete(bench, answer)
 
 
-def test_what_a_second_that_is_cut_had_taken_the_first_sends(
-    bench: Bench, waits_for_the_second: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_what_another_that_is_cut_had_taken_the_first_sends(
+    bench: Bench, waits_for_another: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Push._send_batch
 
@@ -113,7 +114,7 @@ def test_what_a_second_that_is_cut_had_taken_the_first_sends(
     assert complete(bench, bench.push())
 
 
-def test_a_second_that_cannot_be_had_costs_nothing(bench: Bench) -> None:
+def test_another_that_cannot_be_had_costs_nothing(bench: Bench) -> None:
     asked = threading.Event()
 
     def refused() -> AgentChannel:
@@ -127,15 +128,15 @@ def test_a_second_that_cannot_be_had_costs_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("why", ["near", "small", "shared"])
-def test_it_is_not_asked_for_where_one_is_as_good(
+def test_none_is_asked_for_where_one_is_as_good(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "near":
         monkeypatch.setattr(releases, "FAR_S", 60.0)
     if why == "small":
-        monkeypatch.setattr(releases, "WORTH_A_SECOND", FILES * SIZE + 1)
+        monkeypatch.setattr(releases, "WORTH_ANOTHER", FILES * SIZE + 1)
 
     answer = bench.push(beside=why != "shared")
 
-    assert bench.asked == 0
+    assert not bench.asked
     assert complete(bench, answer)
