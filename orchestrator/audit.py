@@ -6,6 +6,7 @@ opens beside the action itself, so that the line costs next to nothing.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from orchestrator.errors import ConnectionLost, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet, Notice, Opening
 from orchestrator.launch import whoami
 from orchestrator.target import Target
+
+PARTING_S = 1.0
 
 
 @contextmanager
@@ -31,6 +34,9 @@ def audited(
         yield line
     except UnreachableError:
         # Of the host itself: nothing can be written there, and the error says why.
+        raise
+    except KeyboardInterrupt as error:
+        _write_in_passing(fleet, target, opening, {**line, "result": _words(error)}, notice)
         raise
     except BaseException as error:
         _write(fleet, target, opening, {**line, "result": _words(error)}, notice)
@@ -53,6 +59,21 @@ def _write(
     except DflashctlError as error:
         # The action is what counts; that its host could not note it is told.
         notice(f"the host keeps no record of this {line['action']}: {error.what}")
+
+
+def _write_in_passing(
+    fleet: Fleet, target: Target, opening: Opening, line: dict[str, Any], notice: Notice
+) -> None:
+    """Who leaves waits no longer than ``PARTING_S``: a dead link is known after 9 s."""
+    said: list[str] = []
+    given = (fleet, target, opening, line, said.append)
+    writing = threading.Thread(target=_write, args=given, daemon=True)
+    writing.start()
+    writing.join(PARTING_S)
+    if writing.is_alive():
+        said.append(f"the host has not yet taken its record of this {line['action']}")
+    for text in tuple(said):
+        notice(text)
 
 
 def _answering(fleet: Fleet, target: Target, opening: Opening) -> AgentChannel:

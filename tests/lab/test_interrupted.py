@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from laptop import Cli
+from laptop import Cli, until
 
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
@@ -18,13 +17,6 @@ pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
 
 CT = "lab-201"
 LAUNCH = ("launch", CT, "--no-push")
-
-
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def interrupted(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -84,3 +76,12 @@ def test_a_push_and_a_playbook_say_how_to_go_on(cli: Cli, proxied: Proxy, code: 
         time.sleep(0.3)
         assert said in interrupted(process)[1]
         proxied.black_hole(False)
+
+
+def test_on_a_dead_link_nobody_waits_for_the_hosts_record(cli: Cli, proxied: Proxy) -> None:
+    process = cli.start("exec", CT, "--", "sh", "-c", "echo begun; sleep 60")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    proxied.black_hole()
+    assert "the host has not yet taken its record of this exec" in interrupted(process)[1]
+    proxied.black_hole(False)
