@@ -105,6 +105,9 @@ class ContainerSettings(_Strict):
     """The interpreter inside the container: for training, and for the agent (≥ 3.10). Given by its
     absolute path its folder comes first on the PATH of runs and of ``exec``, so that ``python``,
     ``pip`` and ``torchrun`` are that environment's."""
+    keep_releases: int = Field(10, ge=1)
+    """How many of the last pushed releases stay. Of older ones those stay that a live run uses, or
+    in which a job made or changed files; a push or launch removes the others."""
     gpus: tuple[int | str, ...] = ()
     """Indices or UUIDs that runs of this container use; empty: every visible one."""
     groups: tuple[str, ...] = ()

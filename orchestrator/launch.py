@@ -29,7 +29,7 @@ from orchestrator.errors import (
 from orchestrator.fleet import Fleet, Notice, Opening
 from orchestrator.laptop_path import read_text
 from orchestrator.reconnect import reconnecting
-from orchestrator.release import Arrivals, Progress, Push, Release
+from orchestrator.release import Arrivals, Progress, Push, Release, prune
 from orchestrator.route import find_route
 from orchestrator.target import HostTarget, Target
 
@@ -286,6 +286,8 @@ def _attempt(
         if host is not None:
             lease.release(host, order.run_id)
         raise
+    if release is not None:
+        prune(channel, target)
     if host is not None:
         lease.confirm(host, target, order.run_id, gpus, owner)
     environments.finish(recording)
@@ -331,6 +333,8 @@ def plan(target: Target, order: Order, release: Release | None) -> list[Step]:
         argv = trainer_check.argv(target, order.config)
         steps.append(_agent("exec", {"command": argv}))
     steps.append(_agent("run.start", {**hidden.start_fields(target, release), **which}))
+    if release is not None:
+        steps.append(_agent("release.prune", {"keep": target.settings.keep_releases}))
     return steps
 
 

@@ -200,7 +200,8 @@ def push(
     notice: Notice,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Bring a release into a container; after a cut only what is still missing travels.
+    """Bring a release into a container; after a cut only what is still missing travels. Then old
+    ones go: the answer's ``removed`` names them.
 
     :raises UnreachableError: the link stays away; what was there before is untouched.
     """
@@ -211,9 +212,15 @@ def push(
         blobs, commit = Push(channel, release, arrivals, fleet.beside(target)).send()
         for request in blobs:
             request.result()
-        return commit.result()
+        answer = commit.result()
+        return {**answer, "removed": prune(channel, target).result()["removed"]}
 
     return reconnecting(fleet, channels, once, notice)
+
+
+def prune(channel: AgentChannel, target: Target) -> Request:
+    """Asks for old releases to be removed; who does not wait for the answer may go."""
+    return channel.request("release.prune", keep=target.settings.keep_releases)
 
 
 @dataclass

@@ -96,9 +96,9 @@ manifest's sha256, with ``-2``, ``-3`` … appended when a job altered the tree 
     and commit again. ``release`` may differ from begin's: ``-2`` when a job altered the first tree.
 ``release.list`` {} → {"releases": [{"release", "created", "files", "bytes", "manifest", "meta",
     "runs": [run ids]}]}
-``release.prune`` {"keep": n = 5} → {"removed": [ids], "kept": [{"release", "why", …}], "blobs": n,
-    "bytes"}. Never one that a live run uses, nor one of the newest ``keep``, nor one into which a
-    job wrote files of its own (its results).
+``release.prune`` {"keep": n} → {"removed": [ids], "kept": [{"release", "why", …}], "blobs": n,
+    "bytes"}. Never one that a live run uses, nor one of the ``keep`` last pushed, nor one in which
+    a job made or changed files (its results).
 ``release.manifest`` {"release"} → frames with payload → {"release", "bytes"}
 
 Runs

@@ -27,7 +27,7 @@ from orchestrator.agent.files import (
 )
 from orchestrator.agent.manifest import DIGEST, Entry, digest_of, parse, release_id
 from orchestrator.agent.protocol import AgentError
-from orchestrator.agent.release_store import examine, stamps, versions
+from orchestrator.agent.release_store import examine, pushed_again, stamps, versions
 from orchestrator.agent.serve import Request
 from orchestrator.paths import ContainerPaths
 
@@ -90,6 +90,8 @@ def commit(request: Request) -> dict[str, Any]:
         existing = _intact(request.paths, push)
         meta = request.get("meta", dict, {})
         name = existing or _build(request, push, meta)
+        if existing:
+            pushed_again(request.paths, existing)
     return {
         "release": name,
         "path": request.paths.release(name),

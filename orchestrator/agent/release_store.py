@@ -27,15 +27,22 @@ class Examined(NamedTuple):
 
 
 def names(paths: ContainerPaths) -> list[str]:
-    """Releases with a record, the newest first."""
+    """Releases with a record, the last pushed first."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(paths.releases):
             if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
                 continue
-            record = read_record(paths.release_record(entry.name))
-            found.append(((record or {}).get("created", 0.0), entry.name))
+            pushed = 0.0
+            with contextlib.suppress(FileNotFoundError):
+                pushed = os.stat(paths.release_record(entry.name)).st_mtime
+            found.append((pushed, entry.name))
     return [name for _, name in sorted(found, reverse=True)]
+
+
+def pushed_again(paths: ContainerPaths, name: str) -> None:
+    """It counts as new: whoever went back to it is about to use it."""
+    os.utime(paths.release_record(name))
 
 
 def stamps(paths: ContainerPaths) -> set[int]:
@@ -156,38 +163,42 @@ def _manifest(paths: ContainerPaths, name: str) -> bytes:
 def prune(request: Request) -> dict[str, Any]:
     """Old releases and the blobs that only they had.
 
-    What holds files that were never pushed stays: a job that wrote its results beside its code
-    must find them again. Such releases are told in ``kept``.
+    What a job wrote into stays: whoever put results beside the code must find them again. Such
+    releases are told in ``kept``.
     """
     from orchestrator.agent.blobs import BlobStore
 
     paths = request.paths
-    keep = request.get("keep", int, 5)
+    keep = request.need("keep", int)
     make_private(paths.releases)
     removed: list[str] = []
     kept: list[dict[str, Any]] = []
     with locked(paths.lock):
-        users = _users(request)
-        for name in names(paths)[max(keep, 0) :]:
+        old = names(paths)[max(keep, 0) :]
+        users = _users(request) if old else {}
+        for name in old:
             if name in users:
                 kept.append({"release": name, "why": "in use", "runs": users[name]})
                 continue
-            foreign = _own_files(paths, name)
-            if foreign:
-                kept.append({"release": name, "why": "holds files of a job", "files": foreign[:10]})
+            written = _written_by_a_job(paths, name)
+            if written:
+                kept.append({"release": name, "why": "holds files of a job", "files": written[:10]})
                 continue
             _remove(paths, name)
             removed.append(name)
-        count, size = BlobStore(paths, set()).sweep(_needed(paths), time.time() - FRESH_S)
+        count, size = 0, 0
+        if removed:
+            count, size = BlobStore(paths, set()).sweep(_needed(paths), time.time() - FRESH_S)
     return {"removed": removed, "kept": kept, "blobs": count, "bytes": size}
 
 
-def _own_files(paths: ContainerPaths, name: str) -> list[str]:
+def _written_by_a_job(paths: ContainerPaths, name: str) -> list[str]:
     try:
         entries = parse(_manifest(paths, name))
     except AgentError:
         return ["(its manifest is gone)"]
-    return examine(paths, name, entries).foreign
+    found = examine(paths, name, entries)
+    return found.foreign or ([] if found.intact else ["(a file that was pushed is changed)"])
 
 
 def _remove(paths: ContainerPaths, name: str) -> None:

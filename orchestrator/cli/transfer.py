@@ -122,6 +122,8 @@ def _tell(target: Target, release: Release, answer: dict[str, Any], as_json: boo
         f"{answer['release']} {was} on {target.name}: {release.files} files, "
         f"{output.size(release.bytes)}, at {answer['path']}"
     )
+    if answer["removed"]:
+        output.notice(f"older releases removed there: {', '.join(answer['removed'])}")
 
 
 def pull(

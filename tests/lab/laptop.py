@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,15 @@ class Cli:
             timeout=120,
             check=False,
         )
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Wait for what comes by itself, and what it is."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+    return found
 
 
 def own_lines(text: str) -> list[str]:

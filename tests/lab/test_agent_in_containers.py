@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from agent_peer import Peer
+from laptop import until
 
 from orchestrator.agent.loader import argv
 from orchestrator.lab import Lab
@@ -47,14 +48,6 @@ def name() -> str:
 def start(agent: Peer, *command: str, **fields: Any) -> dict[str, Any]:
     run_id = name()
     return agent.call("run.start", run_id=run_id, name=run_id, command=list(command), **fields)
-
-
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.05)
-    return found
 
 
 def test_a_run_lives_on_when_its_channel_is_cut(channel: Open) -> None:

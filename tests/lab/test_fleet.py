@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from laptop import Cli
+from laptop import Cli, until
 
 from orchestrator import agent_bundle, channel
 from orchestrator import inventory as inventories
@@ -145,13 +145,6 @@ def fleet(cli: Cli, crowd: list[str]) -> Iterator[tuple[Fleet, list[Target]]]:
 
 def agents_in(lab: Lab, ct: int) -> int:
     return lab.pct("exec", ct, "--", "ps", "axww").count(" -I -S -c ")
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.1)
 
 
 def test_twenty_containers_stay_open_on_one_connection(

@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from laptop import Cli, tree
+import yaml
+from laptop import Cli, tree, until
 
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
@@ -44,6 +46,38 @@ def test_only_what_is_missing_travels(cli: Cli, proxied: Proxy, code: Path) -> N
     before = proxied.traffic()["up"]
     cli("push", "lab-201", cwd=code, code=0)
     assert 50_000 < proxied.traffic()["up"] - before < 80_000
+
+
+def test_old_releases_go_but_those_that_a_run_or_its_results_need(
+    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+) -> None:
+    known = yaml.safe_load(lab.inventory.read_text())
+    known["containers"]["lab-201"] |= {"workdir": "/workspace/few", "keep_releases": 2}
+    cli.inventory = tmp_path / "few.yaml"
+    cli.inventory.write_text(yaml.safe_dump(known))
+    releases = lab.files(201) / "workspace/few/dflashctl/releases"
+
+    def change(text: str) -> None:
+        (code / "what").write_text(text)
+
+    def push(text: str) -> dict[str, Any]:
+        change(text)
+        return cli.json("push", "lab-201", cwd=code)
+
+    change("lived in")
+    run_id = cli.json("launch", "lab-201", "--", "sleep", "600", cwd=code)["run_id"]
+    (lived_in,) = (path.stem for path in releases.glob("*.json"))
+    written, plain = push("written into"), push("plain")
+    (releases / written["release"] / "results.csv").write_text("dear")
+    assert [push(text)["removed"] for text in "xy"] == [[], [plain["release"]]]
+    assert (releases / lived_in / "what").read_text() == "lived in"
+    assert (releases / written["release"] / "results.csv").read_text() == "dear"
+    cli("stop", run_id, code=0)
+    change("launched")
+    # Nobody waits for it.
+    cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
+    until(lambda: not (releases / lived_in).exists())
+    assert (releases / written["release"]).exists()
 
 
 @pytest.fixture

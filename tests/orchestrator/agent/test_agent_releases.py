@@ -359,6 +359,22 @@ def test_pruning_keeps_the_newest_and_what_a_job_wrote_into(agent: Any, workdir:
     assert content(push(agent, {b"a": b"0", b"same": b"s"})["path"])[b"a"] == b"0"
 
 
+def test_pruning_keeps_a_release_whose_files_a_job_changed(agent: Any) -> None:
+    old, new = (push(agent, {b"notes.json": b"%d" % number}) for number in range(2))
+    Path(old["path"], "notes.json").write_bytes(b"{results}")
+    assert agent.call("release.prune", keep=1)["removed"] == []
+    assert content(old["path"]) == {b"notes.json": b"{results}"}
+    assert content(new["path"]) == {b"notes.json": b"1"}
+
+
+def test_a_release_that_is_pushed_again_is_the_newest_when_old_ones_are_pruned(agent: Any) -> None:
+    first, second = (push(agent, {b"a": b"%d" % number}) for number in range(2))
+    again = push(agent, {b"a": b"0"})
+    assert (again["release"], again["existing"]) == (first["release"], True)
+    assert agent.call("release.prune", keep=1)["removed"] == [second["release"]]
+    assert content(again["path"]) == {b"a": b"0"}
+
+
 def test_the_manifest_can_be_had_back(agent: Any) -> None:
     done = push(agent, ODD)
     _, frames = agent.finish(agent.send("release.manifest", release=done["release"]))
