@@ -99,6 +99,22 @@ def test_a_target_is_held_whole_and_its_matrices_once_beside_a_drafter() -> None
     assert saved == 2 * 2 * 151_936 * 4096
 
 
+@pytest.mark.parametrize(("executor", "copies"), [("threads", 1), ("processes", 2)])
+def test_workers_of_one_process_read_one_target_and_ranks_have_their_own(
+    executor: str, copies: int
+) -> None:
+    alike = work(QWEN3_8B)
+    plan = make_plan(pipeline(executor=executor, devices=["cuda:0"], targets=2), alike, EIGHT)
+    weights = target_memory(alike, staging=False) - target_memory(alike, staging=False, beside=True)
+    assert weights == 2 * (36 * (2 * 4096 * 5120 + 3 * 4096 * 12_288) + 2 * 151_936 * 4096)
+    ((_, needed, _),) = plan.memory
+    assert needed == (
+        copies * weights
+        + 2 * target_memory(alike, staging=False, beside=True)
+        + drafter_memory(alike, 2, beside=copies == 1)
+    )
+
+
 def test_a_feature_row_of_an_8b_target_is_40960_bytes_a_token() -> None:
     assert work(QWEN3_8B).feature_slot_bytes == 3072 * 40_960
 

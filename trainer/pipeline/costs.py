@@ -147,12 +147,13 @@ def drafter_parameters(c: DrafterConfig) -> int:
     return rest + c.num_layers * layer
 
 
-def target_memory(work: Work, *, staging: bool) -> int:
+def target_memory(work: Work, *, staging: bool, beside: bool = False) -> int:
     """Bytes of one target worker: the whole target (it makes data and is evaluated against), the
-    activations of one layer, taps, and two staging buffers where features travel."""
+    activations of one layer, taps, and two staging buffers where features travel. ``beside``
+    another of its process on the same device it reads that one's weights."""
     shape = work.target
     layer = shape.attention_weights() + 3 * shape.hidden_size * shape.mlp_stored
-    weights = shape.num_layers * layer + shape.vocabulary_weights()
+    weights = 0 if beside else shape.num_layers * layer + shape.vocabulary_weights()
     tokens = work.rows * work.length
     activations = tokens * (6 * shape.hidden_size + 3 * shape.mlp_width)
     buffers = (1 + (2 if staging else 0)) * work.feature_slot_bytes
@@ -174,8 +175,8 @@ def sharded_states(work: Work, shards: int) -> int:
 def drafter_memory(work: Work, queue_depth: int, shards: int = 1, *, beside: bool = False) -> int:
     """Bytes of one drafter worker: weights, gradients, fp32 masters and moments, the frozen
     matrices, kept activations, and the feature slots. ``shards``: drafters that hold one
-    together; 1 is a replica. ``beside`` a target on the same device it reads that one's matrices,
-    if both have one type."""
+    together; 1 is a replica. ``beside`` a target of its process on the same device it reads that
+    one's matrices, if both have one type."""
     c, width = work.drafter, work.drafter_bytes
     states = drafter_parameters(c) * (2 * width + (4 if width < 4 else 0) + 8)
     if shards > 1:

@@ -346,7 +346,7 @@ def _room(
             "pipeline.shard_drafters lets several drafters hold one together, and there is one",
             next_step="ask for more by pipeline.drafters, or leave out shard_drafters",
         )
-    whole, cut = (_memory(work, *parts, pipeline.queue_depth, present, m) for m in (1, shards))
+    whole, cut = (_memory(pipeline, work, parts, present, m) for m in (1, shards))
     memory = cut if pipeline.shard_drafters else whole
     short = _short(memory)
     if short is None:
@@ -383,17 +383,22 @@ def _both_ways(pipeline: PipelineConfig, work: Work, shards: int) -> DrafterByte
 
 
 def _memory(
+    pipeline: PipelineConfig,
     work: Work,
-    targets: Sequence[str],
-    drafters: Sequence[str],
-    queue_depth: int,
+    parts: tuple[Sequence[str], Sequence[str]],
     present: dict[str, Device],
     shards: int,
 ) -> Memory:
+    targets, drafters = parts
+    # Within a process a target is loaded once a device; ranks share none.
+    loaded: set[str] = set()
     need: Counter[str] = Counter()
     for device in targets:
         staging = any(d != device for d in drafters) and device != "cpu"
-        need[device] += target_memory(work, staging=staging)
+        need[device] += target_memory(work, staging=staging, beside=device in loaded)
+        if pipeline.executor != "processes":
+            loaded.add(device)
     for device in drafters:
-        need[device] += drafter_memory(work, queue_depth, shards, beside=device in targets)
+        beside = device in loaded
+        need[device] += drafter_memory(work, pipeline.queue_depth, shards, beside=beside)
     return tuple((name, size, present[name].memory_bytes) for name, size in need.items())
