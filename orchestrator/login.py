@@ -154,6 +154,7 @@ def login_settings(route: Route) -> dict[str, Any]:
         "auth_timeout": CONNECT_S,
         "channel_timeout": CONNECT_S,
         "transport_factory": Transport,
+        "compress": route.compression,
     }
 
 

@@ -329,7 +329,6 @@ class Push:
         request = lane.channel.request(
             "release.blobs",
             blobs=[[entry.line[2], entry.line[3]] for entry in batch],
-            encoding="raw",
             more=True,
         )
         before = lane.sent

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.agent.__main__ import OPERATIONS
 from orchestrator.paths import RunPaths
 from trainer.telemetry import EVENTS_FILE, METRICS_FILE
 
@@ -80,3 +81,14 @@ def test_what_checks_a_config_or_becomes_torchrun_loads_nothing_that_only_traini
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_controller_asks_for_everything_that_the_agent_can_do() -> None:
+    outside = [path for path in modules("orchestrator") if "agent" not in path.parts]
+    words = {
+        node.value
+        for path in outside
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert set(OPERATIONS) <= words

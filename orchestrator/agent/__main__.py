@@ -14,7 +14,6 @@ OPERATIONS = {
     "release.begin": "release:begin",
     "release.blobs": "release:blobs",
     "release.commit": "release:commit",
-    "release.list": "release_store:listing",
     "release.prune": "release_store:prune",
     "release.manifest": "release_store:manifest",
     "run.start": "start:start",

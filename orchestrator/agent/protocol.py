@@ -87,15 +87,13 @@ manifest's sha256, with ``-2``, ``-3`` … appended when a job altered the tree 
 ``release.begin`` {} + manifest as input → {"release": id, "present": bool, "missing": [line
     indices, from 0, first of each content], "bytes"} ``present``: this release is there, whole;
     commit is then immediate. Also cleans what dead pushes left.
-``release.blobs`` {"blobs": [[sha256, size], …], "encoding": "raw"|"zlib"} + their bytes, one after
-    the other, as input → {"stored": n, "bytes"}. Each is verified; the good ones stay if the push
-    is cut, so a retry sends only the rest. Independent of begin: usable on any channel.
+``release.blobs`` {"blobs": [[sha256, size], …]} + their bytes, one after the other, as input →
+    {"stored": n, "bytes"}. Each is verified; the good ones stay if the push is cut, so a retry
+    sends only the rest. Independent of begin: usable on any channel.
 ``release.commit`` {"begin": id of the begin on this channel, "meta": {any}} → {"release": id,
     "path", "existing": bool, "files", "bytes"}. Builds beside, verifies, syncs, one rename. With
     ``release.missing`` (blobs were pruned meanwhile, or a job had damaged one) send those indices
     and commit again. ``release`` may differ from begin's: ``-2`` when a job altered the first tree.
-``release.list`` {} → {"releases": [{"release", "created", "files", "bytes", "manifest", "meta",
-    "runs": [run ids]}]}
 ``release.prune`` {"keep": n} → {"removed": [ids], "kept": [{"release", "why", …}], "blobs": n,
     "bytes"}. Never one that a live run uses, nor one of the ``keep`` last pushed, nor one in which
     a job made or changed files (its results).

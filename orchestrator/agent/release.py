@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import zlib
-from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.agent.blobs import BlobStore, clean_dead, working_folder
@@ -70,11 +68,7 @@ def blobs(request: Request) -> dict[str, Any]:
                 wanted.append((digest, size))
             case _:
                 raise AgentError("request.invalid", f"not a blob: {item!r}", field="blobs")
-    encoding = request.get("encoding", str, "raw")
-    if encoding not in ("raw", "zlib"):
-        raise AgentError("request.invalid", f"encoding {encoding!r}", field="encoding")
-    stream = request.input()
-    size = _store(request).receive(wanted, _inflate(stream) if encoding == "zlib" else stream)
+    size = _store(request).receive(wanted, request.input())
     return {"stored": len(wanted), "bytes": size}
 
 
@@ -103,20 +97,6 @@ def commit(request: Request) -> dict[str, Any]:
 
 def _store(request: Request) -> BlobStore:
     return BlobStore(request.paths, request.server.verified)
-
-
-def _inflate(stream: Iterator[bytes]) -> Iterator[bytes]:
-    """Pieces of at most 1 MiB, however much a piece of input blows up to."""
-    inflater = zlib.decompressobj()
-    try:
-        for piece in stream:
-            while piece:
-                yield inflater.decompress(piece, 1 << 20)
-                piece = inflater.unconsumed_tail
-        while tail := inflater.decompress(b"", 1 << 20):
-            yield tail
-    except zlib.error as error:
-        raise AgentError("release.corrupt", f"the compressed stream is broken: {error}") from error
 
 
 def _intact(paths: ContainerPaths, push: Push) -> str | None:

@@ -118,17 +118,6 @@ def _slashes(path: bytes) -> list[int]:
     return [index for index, byte in enumerate(path) if byte == 0x2F]
 
 
-def listing(request: Request) -> dict[str, Any]:
-    paths = request.paths
-    users = _users(request)
-    releases = []
-    for name in names(paths):
-        record = read_record(paths.release_record(name)) or {}
-        kept = {key: record.get(key) for key in ("created", "files", "bytes", "manifest", "meta")}
-        releases.append({"release": name, **kept, "runs": users.get(name, [])})
-    return {"releases": releases}
-
-
 def _users(request: Request) -> dict[str, list[str]]:
     """Live runs by the release they run from."""
     from orchestrator.agent.status import live_runs

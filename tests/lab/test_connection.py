@@ -45,6 +45,22 @@ def test_everything_comes_from_the_ssh_config(cli: Cli, lab: Lab, tmp_path: Path
     assert cli("exec", "c", "--", "echo", "hi", code=0).stdout == "hi\n"
 
 
+def test_compression_of_the_ssh_config_is_used(
+    cli: Cli, lab: Lab, proxied: Proxy, code: Path, tmp_path: Path
+) -> None:
+    (code / "text").write_bytes(b"0123456789abcde\n" * 125_000)
+    alias = f"  HostKeyAlias [127.0.0.1]:{lab.spec.port}\n"
+    host = {"address": "pve", "port": proxied.port, "ssh_config": config(lab, tmp_path, alias)}
+    inventory(cli, tmp_path, host)
+    before = proxied.traffic()["up"]
+    assert cli.json("push", "c", cwd=code)["bytes"] == 2_000_000
+    plain = proxied.traffic()["up"] - before
+    (code / "text").write_bytes(b"edcba9876543210\n" * 125_000)
+    config(lab, tmp_path, f"{alias}  Compression yes\n")
+    cli("push", "c", cwd=code, code=0)
+    assert proxied.traffic()["up"] - before - plain < plain / 10
+
+
 def test_a_jump_host_carries_the_connection(cli: Cli, lab: Lab, tmp_path: Path) -> None:
     extra = (
         f"Host far\n  HostName 127.0.0.1\n  Port {lab.spec.port}\n  User root\n  ProxyJump pve\n"

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from agent_peer import seeds
 
+from orchestrator.agent import release_store
 from orchestrator.agent.blobs import _SYNC_EARLY, BlobStore, _copy_all
 from orchestrator.agent.manifest import Entry, dump
 from orchestrator.paths import ContainerPaths
@@ -129,18 +129,8 @@ def test_a_whole_launch_needs_no_answer_in_between(agent: Any) -> None:
     pusher = Pusher(agent, {b"a": b"1"})
     blobs = pusher.blobs()
     commit = agent.send("release.commit", begin=pusher.begun, after=[blobs])
-    listing = agent.send("release.list", after=[commit])
-    assert len(agent.result(listing)["releases"]) == 1
-
-
-def test_compressed_blobs_arrive(agent: Any) -> None:
-    files = {b"a": b"a" * 3_000_000, b"b": os.urandom(1000)}
-    pusher = Pusher(agent, files)
-    wanted = [pusher.entries[index] for index in pusher.answer["missing"]]
-    data = zlib.compress(b"".join(files[os.fsencode(entry.path)] for entry in wanted))
-    names = [[entry.digest, entry.size] for entry in wanted]
-    number = agent.stream("release.blobs", data, blobs=names, encoding="zlib")
-    assert content(pusher.commit(number)["path"]) == files
+    reading = agent.send("release.manifest", release=pusher.answer["release"], after=[commit])
+    assert agent.result(reading)["bytes"] == len(dump(pusher.entries))
 
 
 @pytest.mark.parametrize(
@@ -155,12 +145,12 @@ def test_blobs_that_do_not_verify_are_refused(agent: Any, spoil: Any) -> None:
     assert agent.error(bad)["kind"] == "release.corrupt"
 
 
-def test_a_commit_without_its_blobs_names_what_is_missing(agent: Any) -> None:
+def test_a_commit_without_its_blobs_names_what_is_missing(agent: Any, workdir: Path) -> None:
     pusher = Pusher(agent, {b"a": b"1", b"b": b"2"})
     error = agent.error(agent.send("release.commit", begin=pusher.begun))
     assert error["kind"] == "release.missing"
     assert error["detail"]["indices"] == [0, 1]
-    assert agent.call("release.list") == {"releases": []}
+    assert release_store.names(ContainerPaths(str(workdir))) == []
 
 
 def test_a_hostile_manifest_leaves_nothing(agent: Any, workdir: Path) -> None:
@@ -295,7 +285,7 @@ def test_a_push_cut_at_any_byte_leaves_the_old_release_and_nothing_half_made(
     victim.process.kill()
     victim.process.wait()
     survivor = agents()
-    releases = {one["release"] for one in survivor.call("release.list")["releases"]}
+    releases = set(release_store.names(ContainerPaths(str(workdir))))
     assert old["release"] in releases
     assert content(old["path"]) == old_files
     for name in releases - {old["release"]}:
