@@ -34,6 +34,8 @@ PART = ".part"
 ABANDONED = ".abandoned"
 KINDS = ("master", "average", "square")
 RESUME_VARIABLE = "DFLASH_RESUME"
+RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+"""torchrun's, for its ranks."""
 
 Export = Callable[[Path, dict[str, Tensor]], None]
 """Writes the public form of fp32 weights by name into a folder."""
@@ -81,6 +83,7 @@ class CheckpointStore:
                 "step": step,
                 "skipped": state["skipped"],
                 "best": best,
+                "asked": os.environ.get(RESUME_VARIABLE),
                 "fingerprint": self.fingerprint,
             }
             (beside / STATE).write_text(json.dumps(record, indent=2), encoding="utf-8")
@@ -110,8 +113,19 @@ class CheckpointStore:
         return complete_steps(self.folder)
 
     def newest(self) -> Path | None:
-        """What to resume: ``DFLASH_RESUME`` (a checkpoint, or ``no``), else the newest complete."""
-        return named() if os.environ.get(RESUME_VARIABLE) else newest_of_run(self.folder)
+        """What to resume: ``DFLASH_RESUME`` (a checkpoint, or ``no``), else the newest complete.
+
+        torchrun starts failed ranks again with the variables of the first time: what these have led
+        to since is newer than what they name, which may be deleted by now.
+        """
+        asked = os.environ.get(RESUME_VARIABLE)
+        newest = newest_of_run(self.folder)
+        if not asked:
+            return newest
+        restarted = os.environ.get(RESTARTS_VARIABLE, "0") != "0"
+        if restarted and self.steps() and newest is not None:
+            return newest if read_record(newest).get("asked") == asked else named()
+        return named()
 
     def abandon_beyond(self, step: int) -> Path | None:
         """Put aside what this folder holds of later steps; returns where to, null if nothing.

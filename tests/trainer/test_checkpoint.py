@@ -197,3 +197,24 @@ def test_a_checkpoint_says_which_target_it_was_trained_for_and_with_which_templa
     assert drafter_folder(path / "drafter") == (path / "drafter", None)
     with pytest.raises(CheckpointError, match="there is no folder"):
         drafter_folder(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("asked", ["an earlier one", "no"])
+def test_ranks_that_torchrun_starts_again_go_on_from_what_they_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    store = make_store(tmp_path / "c", keep_last=2)
+    for step in (10, 20, 90):
+        store.save(step, state(1.0))
+    wanted = store.folder / "step-00000020" if asked != "no" else None
+    monkeypatch.setenv("DFLASH_RESUME", str(wanted or "no"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert store.newest() == wanted
+    # They end before their first checkpoint: the later one is still another course's.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert store.newest() == wanted
+    store.abandon_beyond(20 if wanted else 0)
+    for step in (30, 40):
+        made = store.save(step, state(2.0))
+    assert store.newest() == made
+    assert not (store.folder / "step-00000020").exists(), "what is asked for may be gone"
