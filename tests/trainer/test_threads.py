@@ -17,7 +17,7 @@ from tiny_job import Events, make_drafter, make_target, tiny_job, tiny_plan  # n
 
 from trainer.compile_lock import CompileLock  # noqa: E402
 from trainer.errors import TrainerError  # noqa: E402
-from trainer.pipeline.board import StallError  # noqa: E402
+from trainer.pipeline.board import Pulse, StallError  # noqa: E402
 from trainer.pipeline.inline import InlineExecutor  # noqa: E402
 from trainer.pipeline.reduce import ReplicasDifferError, fingerprint  # noqa: E402
 from trainer.pipeline.stages import Job, StepResult, Sums  # noqa: E402
@@ -274,11 +274,23 @@ def test_waiting_for_a_slow_stage_is_no_stall() -> None:
         slow, other = executor.drafters
         step = threading.Thread(target=lambda: [executor.step(i) for i in range(2)])
         step.start()
-        wait_for(lambda: other.pulse.now[0] == "waiting for the sum of gradients")
+        wait_for(lambda: other.pulse.now.name == "waiting for the sum of gradients")
+        wait_for(lambda: slow.pulse.stalled_for() > 0)
         assert other.pulse.stalled_for() == 0
-        assert slow.pulse.stalled_for() > 0
         release.set()
         step.join(60)
+
+
+def test_only_time_that_the_watchdog_was_awake_counts_as_a_stall() -> None:
+    pulse = Pulse("drafter 0")
+    pulse.set("drafter forward and backward, step 1")
+    # A process that is stopped meanwhile, or whose container is frozen, sees no naps go by.
+    assert pulse.stalled_for() == 0
+    pulse.watched(1.0)
+    pulse.watched(1.0)
+    assert pulse.stalled_for() == 2.0
+    pulse.set("optimizer, step 1")
+    assert pulse.stalled_for() == 0
 
 
 def test_weights_that_differ_stop_the_run() -> None:

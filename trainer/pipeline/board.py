@@ -40,8 +40,17 @@ class Failure:
     error: BaseException
 
 
+@dataclass
+class Activity:
+    name: str
+    waiting: bool
+    watched_s: float = 0.0
+    """Added up by the watchdog, not read off a clock: that runs on while the process is stopped or
+    its container frozen, which is no stage's fault."""
+
+
 class Pulse:
-    """What one thread is doing, and since when. Waiting for another stage is no stall."""
+    """What one thread is doing, and for how long. Waiting for another stage is no stall."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,20 +59,24 @@ class Pulse:
 
     def set(self, activity: str, *, waiting: bool = False) -> None:
         # One assignment: the watchdog reads it without a lock.
-        self.now = (activity, waiting, time.monotonic())
+        self.now = Activity(activity, waiting)
 
     @contextmanager
     def waiting(self, activity: str) -> Iterator[None]:
-        before = self.now[0]
+        before = self.now.name
         self.set(activity, waiting=True)
         try:
             yield
         finally:
             self.set(before)
 
+    def watched(self, seconds: float) -> None:
+        """By the watchdog: so long a nap has gone by."""
+        self.now.watched_s += seconds
+
     def stalled_for(self) -> float:
-        _, waiting, since = self.now
-        return 0.0 if waiting else time.monotonic() - since
+        now = self.now
+        return 0.0 if now.waiting else now.watched_s
 
 
 class Board:
@@ -146,8 +159,11 @@ class Watchdog(threading.Thread):
         self._limit_s = limit_s
 
     def run(self) -> None:
+        nap = min(1.0, self._limit_s / 4)
         while self._board.failure is None and not self._board.closed:
-            time.sleep(min(1.0, self._limit_s / 4))
+            time.sleep(nap)
+            for pulse in self._board.pulses:
+                pulse.watched(nap)
             worst = max(self._board.pulses, key=Pulse.stalled_for, default=None)
             if worst is not None and worst.stalled_for() > self._limit_s:
                 self._stalled(worst)
@@ -157,7 +173,7 @@ class Watchdog(threading.Thread):
         frame = sys._current_frames().get(pulse.thread or 0)
         where = _position(frame)
         error = StallError(
-            f"{pulse.name}: '{pulse.now[0]}' has lasted more than {self._limit_s:g} s ({where})",
+            f"{pulse.name}: '{pulse.now.name}' has lasted more than {self._limit_s:g} s ({where})",
             next_step="look at this thread's stack above the other messages; raise "
             "pipeline.stall_limit_s if it is only slow",
         )
