@@ -138,7 +138,7 @@ def torchrun(
         return order.command
     python, *rest = order.command
     return (
-        *(python, "-m", "torch.distributed.run"),
+        *(python, "-m", "trainer.torchrun"),
         *("--nnodes", str(count), "--node-rank", str(rank), "--nproc-per-node", str(ranks)),
         *("--master-addr", meeting_point.address, "--master-port", str(meeting_point.port)),
         *rest,

@@ -11,9 +11,13 @@ import faulthandler
 import os
 import signal
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+
+RANK_VARIABLE = "LOCAL_WORLD_SIZE"
+"""Set by torchrun, and by no user."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,9 +38,24 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        _end_rank(error.exit_code)
         return error.exit_code
     except BrokenPipeError:
         return 1
+    except Exception:
+        if RANK_VARIABLE in os.environ:
+            traceback.print_exc()
+            _end_rank(1)
+        raise
+
+
+def _end_rank(code: int) -> None:
+    """End a failed process of several at once, while the error still holds on to its process
+    groups: their destructors wait for what peers owe, and peers that failed too wait likewise.
+    torchrun kills all of them after 30 s."""
+    if RANK_VARIABLE in os.environ:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def _set_variables(trace_compile: bool) -> None:

@@ -56,7 +56,7 @@ def test_nodes_without_an_address_in_common_are_refused() -> None:
 def test_the_trainer_goes_through_torchrun_on_every_node() -> None:
     first, second = node_orders([order(FIRST), order(SECOND)], PLACE, [8, 4])
     assert second.command == (
-        *("python3", "-m", "torch.distributed.run"),
+        *("python3", "-m", "trainer.torchrun"),
         *("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
         *("--master-addr", "10.0.0.1", "--master-port", "29500"),
         *("-m", "trainer", "train", "c.yaml"),

@@ -86,6 +86,7 @@ def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_lost_connection_is_told_from_a_fault_of_ones_own() -> None:
     assert lost_peer(RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:1"))
     assert lost_peer(RuntimeError("Timed out waiting 30000ms for recv operation to complete"))
+    assert lost_peer(RuntimeError("Application timeout caused pair closure"))
     assert not lost_peer(RuntimeError("CUDA out of memory"))
     assert not lost_peer(ValueError("Connection"))
 

@@ -323,11 +323,13 @@ def test_all_name_the_drafter_that_failed_first() -> None:
         assert text.startswith("drafter 1 (rank 3) failed first: RuntimeError: the second drafter")
 
 
-def test_a_killed_drafter_ends_all() -> None:
+def test_a_killed_drafter_ends_all_and_is_named() -> None:
     answers = run_ranks(broken_rank, more=("killed",), answers=3)
     assert [rank for rank, *_ in answers] == [0, 1, 2]
     assert {kind for _, kind, _ in answers} == {"PeerFailedError"}
-    assert all("a rank went away" in text for _, _, text in answers)
+    for _, _, text in answers:
+        assert "a rank went away" in text
+        assert "drafter 1 (rank 3)" in text, "it alone has not told of a lost peer"
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

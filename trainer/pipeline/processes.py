@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,8 @@ from trainer.pipeline.stages import DrafterStage, Job, ReadCheckpoint, StepResul
 from trainer.pipeline.torchrun import job_store
 
 FAILURE_KEY = "first-failure"
+LOST_KEY = "lost-a-peer/{}"
+"""Of a rank."""
 BUFFERS = 2
 """A target's: one is filled while the other travels."""
 
@@ -178,9 +181,10 @@ class ProcessesExecutor:
             first = self._report(error)
             if first is None:
                 raise PeerFailedError(
-                    "a rank went away or hangs, and left no reason; seen here as:"
+                    f"a rank went away or hangs, and left no reason{self._silent()}; seen here as:"
                     f" {named_line(error)}",
-                    next_step="torchrun's summary names the rank that ended first and its signal",
+                    next_step="torchrun's summary names one that was killed and the signal; one"
+                    " that hangs is not in it, or is the last",
                 ) from error
             if first["rank"] == self.place.rank:
                 raise
@@ -201,6 +205,7 @@ class ProcessesExecutor:
         }
         try:
             if lost_peer(error):
+                self.store.set(LOST_KEY.format(self.place.rank), "")
                 if not self.store.check([FAILURE_KEY]):
                     # The one that caused it may still be writing.
                     time.sleep(1.0)
@@ -210,6 +215,16 @@ class ProcessesExecutor:
         except RuntimeError:
             # The store went with the machine that held it: this rank's own error must do.
             return mine
+
+    def _silent(self) -> str:
+        """The ranks that have not told of a lost peer, which the others have done by now."""
+        place = self.place
+        with suppress(RuntimeError):
+            silent = [r for r in range(place.world) if not self.store.check([LOST_KEY.format(r)])]
+            there = [replace(place, rank=r, local_rank=r % place.per_node) for r in silent]
+            names = ", ".join(f"{other.name} (rank {other.rank})" for other in there)
+            return f" (silent: {names})" if names else ""
+        return ""
 
 
 def refuse_other_data(place: Place, keys: list[str]) -> None:
@@ -229,4 +244,5 @@ def lost_peer(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    return isinstance(error, dist.DistError) or "onnection" in text or "imed out" in text
+    words = ("onnection", "imed out", "timeout")
+    return isinstance(error, dist.DistError) or any(word in text for word in words)

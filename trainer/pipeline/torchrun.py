@@ -42,7 +42,7 @@ def command(
             *("--master-addr", environment["MASTER_ADDR"]),
             *("--master-port", environment["MASTER_PORT"]),
         ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *where]
+    launcher = [sys.executable, "-m", "trainer.torchrun", *where]
     return [*launcher, "--nproc-per-node", str(ranks), "-m", "trainer", *arguments]
 
 
@@ -60,4 +60,7 @@ def become_torchrun(config: TrainConfig, arguments: Sequence[str]) -> None:
     say(f"starting {len(plan.targets)} targets and {len(plan.drafters)} drafters by torchrun")
     if os.environ.get("NNODES", "1") == "1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # From a signal until it kills its ranks. Its 30 s are few for a checkpoint of 15 GB that takes
+    # 9 s to gather; whoever sent the signal has a limit of his own. torch 2.11 ignores it.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     os.execv(argv[0], argv)
