@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any
 
@@ -13,10 +14,14 @@ pytest.importorskip("transformers")
 from ranks import enter_rank, run_ranks, train_until_it_fails  # noqa: E402
 from tiny_job import make_drafter, tiny_job, tiny_plan  # noqa: E402
 
-from trainer.errors import ConfigError  # noqa: E402
+from trainer.errors import ConfigError, ResourceError  # noqa: E402
 from trainer.pipeline.inline import InlineExecutor  # noqa: E402
 from trainer.pipeline.place import Deal, Place  # noqa: E402
-from trainer.pipeline.processes import ProcessesExecutor, lost_peer  # noqa: E402
+from trainer.pipeline.processes import (  # noqa: E402
+    PeerFailedError,
+    ProcessesExecutor,
+    lost_peer,
+)
 from trainer.pipeline.reduce import fingerprint  # noqa: E402
 from trainer.pipeline.stages import Sums  # noqa: E402
 from trainer.pipeline.threads import ThreadsExecutor  # noqa: E402
@@ -136,6 +141,28 @@ def fail_rank(rank: int, port: int, out: Any) -> None:
     train_until_it_fails(executor, rank, out)
 
 
+def full_disk_rank(rank: int, port: int, out: Any) -> None:
+    """The leading rank fails between two steps, where no executor looks."""
+    enter_rank(rank, 4, port)
+    job, _ = tiny_job(SLOTS, steps=50)
+    executor = ProcessesExecutor(job, tiny_plan(2, 2, SLOTS))
+    executor.start()
+    try:
+        try:
+            for index in range(50):
+                executor.step(index)
+                if rank == 2 and index == 1:
+                    raise ResourceError("the disk is full")
+                executor.agreed_stop(None)
+        finally:
+            executor.close()
+    except (ResourceError, PeerFailedError) as error:
+        out.put((rank, type(error).__name__, str(error)))
+        out.close()
+        out.join_thread()
+        os._exit(1)
+
+
 @pytest.mark.slow
 def test_two_and_two_train_as_threads_and_inline_do_and_stop_together() -> None:
     answers = run_ranks(train_rank)
@@ -168,3 +195,12 @@ def test_all_ranks_name_the_one_that_failed_first() -> None:
         assert kind == "PeerFailedError"
         assert text.startswith("drafter 1 (rank 3) failed first: RuntimeError: the second drafter")
         assert "in broken" in text
+
+
+@pytest.mark.slow
+def test_a_failure_between_steps_is_told_to_all_and_waits_for_nobody() -> None:
+    answers = run_ranks(full_disk_rank)
+    assert answers[2][1:] == ("ResourceError", "the disk is full")
+    for rank, kind, text in (answers[0], answers[1], answers[3]):
+        assert kind == "PeerFailedError", rank
+        assert text.startswith("drafter 0 (rank 2) failed first: ResourceError: the disk is full")

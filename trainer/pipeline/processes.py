@@ -18,6 +18,7 @@ backward has launched what completes it (``buckets.py``).
 from __future__ import annotations
 
 import json
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -64,6 +65,8 @@ class ProcessesExecutor:
         self._first: int | None = None
         self.round = Round(self.place)
         self._healthy = False
+        self._over = False
+        """All have agreed on the end, or it is the data's."""
 
     # -- Executor ---------------------------------------------------------------------------------
 
@@ -129,11 +132,15 @@ class ProcessesExecutor:
         turn = index - self._first
         more = not self.round.next_is_last and index + 1 < self.job.batches.steps
         with self._first_cause():
-            return self.part.step(index, turn, more)
+            result = self.part.step(index, turn, more)
+        self._over = index + 1 == self.job.batches.steps
+        return result
 
     def agreed_stop(self, received: int | None) -> int | None:
         with self._first_cause():
-            return self.round.hold(received, Usage.of([self.part.meter]))
+            stop = self.round.hold(received, Usage.of([self.part.meter]))
+        self._over = self._over or stop is not None
+        return stop
 
     def state(self) -> dict[str, Any]:
         """Of the leading rank; the others' is empty. All drafters take part if each holds a shard
@@ -160,9 +167,15 @@ class ProcessesExecutor:
             return step, best
 
     def close(self) -> None:
-        """Waits for the leading rank, which may still be saving: a rank that leaves before makes
-        torchrun end the others."""
-        if self._healthy:
+        """After an end that all know of, waits for the leading rank, which may still be saving: a
+        rank that leaves before makes torchrun end the others. After any other they may stand in a
+        step, and would be waited for in vain."""
+        # Also of what is no step's: a checkpoint that finds the disk full, losses not finite.
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception):
+            if self._healthy:
+                self._report(error)
+        elif self._over:
             # A peer that failed meanwhile has said so itself.
             with suppress(RuntimeError):
                 dist.barrier(self.round.group)
