@@ -146,8 +146,8 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints whose step is a multiple of this are never deleted."""
     validate_batches: int = Field(4, ge=0)
-    """Held-out microbatches measured at each checkpoint; their features stay in memory. 0, or no
-    held-out sample: the training steps since the last checkpoint decide instead."""
+    """Held-out microbatches measured at each checkpoint; their features stay in host memory. 0, or
+    no held-out sample: the training steps since the last checkpoint decide instead."""
 
 
 class PipelineConfig(Section):

@@ -250,9 +250,16 @@ class DrafterLoss:
         self.forward = forward or drafter
         self.head_loss = head_loss
 
-    def __call__(self, batch: Batch, features: Tensor, labels: Tensor | None = None) -> StepLoss:
+    def __call__(
+        self,
+        batch: Batch,
+        features: Tensor,
+        labels: Tensor | None = None,
+        head_loss: HeadLoss | None = None,
+    ) -> StepLoss:
         """``features`` [b, S, K·H] and ``labels`` on the drafter's device, ``batch`` anywhere (on
-        the CPU, best: the head then meets only the rows that count).
+        the CPU, best: the head then meets only the rows that count). ``head_loss``: instead of the
+        one for training.
 
         A batch without a valid anchor gives a zero loss that still reaches every parameter.
         """
@@ -262,7 +269,7 @@ class DrafterLoss:
         batch = batch.to(device, non_blocking=True)
         wanted = slot_labels(batch, size, labels)
         hidden = self.hidden(batch, features)
-        head = self.head_loss(
+        head = (head_loss or self.head_loss)(
             hidden.flatten(0, 1),
             self.frozen.head,
             # The anchor's own slot precedes the B-1 predicting ones of each block.

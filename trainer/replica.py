@@ -61,14 +61,17 @@ class DrafterReplica:
         device: torch.device,
         *,
         head_loss: HeadLoss,
+        measure_head: HeadLoss | None = None,
         start: Callable[[Drafter], None] | None = None,
         compile_: Compile | None = None,
         backward: Callable[[Tensor], None] = Tensor.backward,
     ) -> None:
-        """``start`` changes the weights that training begins with, on the CPU.
+        """``measure_head``: for ``measure``, where ``head_loss`` does not know every token.
+        ``start`` changes the weights that training begins with, on the CPU.
         ``backward``: ``CompileLock.backward`` refuses to run where it could hang."""
         dtype = compute_dtype(config.optimization.dtype, device)
         self.backward = backward
+        self.measure_head = measure_head
         self.device = device
         self.dtype = dtype
         drafter = new_drafter(drafter_config, config.seed, frozen.head)
@@ -119,6 +122,17 @@ class DrafterReplica:
         found = self.loss(batch, features, labels)
         self.backward(found.loss)
         return Sums.vector(found)
+
+    def measure(self, batch: Batch, features: Tensor) -> Tensor:
+        if self._graph is not None:
+            # Run plainly, it would need its activations a second time, beside the graph's.
+            sums = self._graph.accumulate(batch, features)
+            self.optimizer.zero()
+            return sums
+        # Not under no_grad, which compiled calls tell apart: a second entry beside training's, and
+        # guards of such pairs fail now and then (``compile_lock.py``). The graph is dropped here.
+        labels = None if batch.labels is None else batch.labels.to(self.device, non_blocking=True)
+        return Sums.vector(self.loss(batch, features.to(self.dtype), labels, self.measure_head))
 
     def gradients(self) -> list[Tensor]:
         return self.optimizer.gradients()

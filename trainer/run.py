@@ -18,6 +18,7 @@ import torch.distributed as dist
 from trainer.checkpoint import CheckpointStore
 from trainer.compile_lock import CompileLock
 from trainer.config import TrainConfig, digest, flatten
+from trainer.data.batch import Batch
 from trainer.data.features import NONE
 from trainer.data.pack import PackedBatches
 from trainer.data.prepare import Prepared, feature_file, load_prepared, prepare
@@ -45,6 +46,7 @@ from trainer.target import (
 )
 from trainer.telemetry import RunWriter, say
 from trainer.trackers import check_trackers, make_trackers
+from trainer.validation import held_out_batches
 from trainer.warm_start import start_from_target
 
 
@@ -93,6 +95,8 @@ class Run:
     targets: Targets
     data: Prepared
     batches: PackedBatches
+    held_out: list[Batch]
+    """Measured at each checkpoint; none where nothing is held out."""
     compile_lock: CompileLock
     store: CheckpointStore
     plan: Plan
@@ -143,6 +147,7 @@ class Run:
 
     def _stage(self, device: torch.device) -> dict[str, Any]:
         """What either kind of drafter is made of."""
+        sampled = self.config.optimization.head_sample
         frozen = self.targets.frozen(device, compute_dtype(self.config.optimization.dtype, device))
         return {
             "config": self.config,
@@ -151,6 +156,8 @@ class Run:
             "steps": self.batches.steps,
             "device": device,
             "head_loss": self._head_loss(device, frozen),
+            # Held-out samples have answers of their own, which a sampled head may not know.
+            "measure_head": None if sampled is None else fast_head_loss(device),
             "start": self.start if self.config.drafter.start == "target" else None,
             "compile_": self.compile_lock.compile,
             "backward": self.compile_lock.backward,
@@ -178,6 +185,7 @@ class Run:
             self.compile_lock,
             digest(self.store.fingerprint),
             self.make_sharded,
+            self.held_out,
         )
 
 
@@ -246,6 +254,7 @@ def prepare_run(opened: Opened) -> Run:
     pad = resolved.tokenizer.pad_token_id
     pad = resolved.tokenizer.eos_token_id if pad is None else pad
     batches = PackedBatches(data.train, config, pad or 0)
+    held_out = held_out_batches(data.held_out, config, pad or 0)
     fingerprint = (
         config.fingerprint()
         | flatten(
@@ -262,7 +271,7 @@ def prepare_run(opened: Opened) -> Run:
         ),
     )
     lock = CompileLock(policy=config.pipeline.recompile, event=writer.event)
-    return Run(resolved, folder, writer, targets, data, batches, lock, store, plan, leads)
+    return Run(resolved, folder, writer, targets, data, batches, held_out, lock, store, plan, leads)
 
 
 def make_data(resolved: Resolved, targets: Targets, folder: Path) -> Prepared:

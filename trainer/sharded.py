@@ -47,7 +47,8 @@ from trainer.target import compute_dtype
 
 class ShardedDrafter:
     """``DrafterStage`` of one of the drafters in ``group``, all of which call the same methods at
-    the same time: ``accumulate``, ``update``, ``discard``, ``state`` and ``share`` are collective.
+    the same time: ``accumulate``, ``measure``, ``update``, ``discard``, ``state`` and ``share`` are
+    collective.
 
     ``state`` gives whole tensors, to the first of the group alone; ``load`` keeps them until
     ``share`` has cut them up. Checkpoints are a replica's: either kind of run continues the
@@ -64,12 +65,14 @@ class ShardedDrafter:
         group: dist.ProcessGroup,
         *,
         head_loss: HeadLoss,
+        measure_head: HeadLoss | None = None,
         start: Callable[[Drafter], None] | None = None,
         compile_: Compile | None = None,
         backward: Callable[[Tensor], None] = Tensor.backward,
     ) -> None:
         """As ``DrafterReplica``."""
         self.backward = backward
+        self.measure_head = measure_head
         self.device = device
         self.dtype = compute_dtype(config.optimization.dtype, device)
         drafter = new_drafter(drafter_config, config.seed, frozen.head)
@@ -99,6 +102,16 @@ class ShardedDrafter:
         found = self.loss(batch, features.to(self.dtype), labels)
         self.backward(found.loss)
         return Sums.vector(found)
+
+    def measure(self, batch: Batch, features: Tensor) -> Tensor:
+        labels = None if batch.labels is None else batch.labels.to(self.device, non_blocking=True)
+        sums = Sums.vector(self.loss(batch, features.to(self.dtype), labels, self.measure_head))
+        # What backward would free: kept gathered, it would be read in place of weights that
+        # ``share`` or an update has changed meanwhile.
+        for module in self.drafter.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return sums
 
     def gradients(self) -> list[Tensor]:
         """None: they are summed already."""

@@ -29,6 +29,7 @@ EventKind = Literal[
     "compiled",  # warm-up of one shape ended; detail: name, seconds
     "training",  # the first step begins
     "validating",  # no step line comes until `checkpoint`; detail: step
+    "validated",  # the checkpoint is written next; detail: step, seconds, loss, tau, accuracy
     "checkpoint",  # one was renamed into place; detail: path, step
     "evaluating",  # decoding of prompts begins, after the last step; detail: checkpoint
     "evaluated",  # detail: prompts, tokens, tau
@@ -45,7 +46,7 @@ EventKind = Literal[
 ]
 
 
-QUIET_EVENTS = frozenset({"validating", "evaluating"})
+QUIET_EVENTS = frozenset({"validating", "validated", "evaluating"})
 """Phases in which no line for many minutes is nothing to worry about."""
 
 

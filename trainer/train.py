@@ -21,7 +21,7 @@ from trainer.resolve import resolve
 from trainer.run import Run, make_executor, open_run, prepare_run
 from trainer.stopping import Stopped, StopSignals
 from trainer.telemetry import StepLine, say
-from trainer.validation import Validator
+from trainer.validation import validate
 
 
 def train(config: TrainConfig) -> int:
@@ -55,7 +55,6 @@ def train(config: TrainConfig) -> int:
 def loop(run: Run, signals: StopSignals) -> None:
     """Steps from where the newest checkpoint left off to the last."""
     executor = make_executor(run)
-    validator = Validator(run)
     try:
         executor.start()
         done, best = _resume(run, executor)
@@ -71,7 +70,7 @@ def loop(run: Run, signals: StopSignals) -> None:
             if last or step % run.config.log_every == 0 or step == done + 1:
                 report.write()
             if last or step % run.config.checkpoint.every == 0:
-                best = _checkpoint(run, executor, validator, report, step, best)
+                best = _checkpoint(run, executor, report, step, best)
             if stop is not None:
                 run.writer.event("stopping", signal=stop, step=step)
                 signals.received = stop
@@ -95,20 +94,13 @@ def _resume(run: Run, executor: Executor) -> tuple[int, float | None]:
 
 
 def _checkpoint(
-    run: Run,
-    executor: Executor,
-    validator: Validator,
-    report: Report,
-    step: int,
-    best: float | None,
+    run: Run, executor: Executor, report: Report, step: int, best: float | None
 ) -> float | None:
     """Save, and mark as best if it is; the best measure so far."""
+    measured = validate(run, executor, step)
     state = executor.state()
     if not state:
         return best
-    if validator.count:
-        run.writer.event("validating", step=step)
-    measured = validator.measure(state["master"])
     tau = report.take_tau() if measured is None else measured.decoded_tau
     improved = best is None or tau > best
     best = tau if improved else best

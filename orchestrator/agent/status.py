@@ -41,7 +41,7 @@ STALL_QUIET_TIMES = 3
 """A validation may be silent for so long, or for so many times what this run's longest took."""
 
 # Of trainer/telemetry.py, whose pydantic the agent has not.
-_QUIET = frozenset({"validating", "evaluating"})
+_QUIET = frozenset({"validating", "validated", "evaluating"})
 _PREPARING = {"started", "data"}
 """The target is loaded, the data made or tokenized: hours, where the target writes its answers."""
 _COMPILING = {"plan", "compiling", "compiled", "resumed"}

@@ -79,7 +79,8 @@ def test_a_run_tells_its_story(whole: Path) -> None:
     ]
     assert events.count("checkpoint") == 4
     # What is silent for long is announced: the states and `diag` read it.
-    assert all(events[i - 1] == "validating" for i, e in enumerate(events) if e == "checkpoint")
+    phases = ["validating", "validated", "checkpoint"]
+    assert all(events[i - 2 : i + 1] == phases for i, e in enumerate(events) if e == "checkpoint")
     assert events[events.index("evaluated") - 1] == "evaluating"
     report = json.loads((whole / "evaluation.json").read_text())
     assert report["tau"] >= 1.0

@@ -3,7 +3,7 @@ weights, a 2-layer drafter, and batches that are a pure function of (step, slot)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,10 +153,12 @@ def tiny_job(
     target: Callable[[torch.device], TargetStage] = make_target,
     drafter: Callable[[torch.device], DrafterStage] = make_drafter,
     sharded: MakeSharded = make_sharded,
+    held_out: Sequence[Batch] = (),
 ) -> tuple[Job, Events]:
     events = Events()
     batches = TinyBatches(microbatches, steps, empty)
-    return Job(batches, target, drafter, events, make_sharded=sharded), events
+    job = Job(batches, target, drafter, events, make_sharded=sharded, held_out=held_out)
+    return job, events
 
 
 def tiny_work(microbatches: int) -> Work:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from trainer.data.batch import Batch
+from trainer.pipeline.held_out import HeldOut
 from trainer.pipeline.stages import (
     DrafterStage,
     Job,
     ReadCheckpoint,
     StepResult,
+    Sums,
     TargetStage,
     resume_alone,
 )
@@ -30,6 +32,7 @@ class InlineExecutor:
         self.target_device = target_device or device
         self.target: TargetStage
         self.drafter: DrafterStage
+        self._held_out = HeldOut(job.held_out)
         self._thread = ExitStack()
 
     def start(self) -> None:
@@ -41,6 +44,10 @@ class InlineExecutor:
         batch = self.job.batches(0, 0)
         self.drafter.accumulate(batch, self._features(batch))
         self.drafter.discard()
+        for index in range(len(self.job.held_out)):
+            self._held_out.make(self.target, index)
+        if self.job.held_out:
+            self._held_out.measure(self.drafter, 0)
         self.job.event("compiled", name="step", seconds=round(time.perf_counter() - began, 3))
         self.job.compile_lock.end_warm_up()
 
@@ -62,6 +69,9 @@ class InlineExecutor:
 
     def agreed_stop(self, received: int | None) -> int | None:
         return received
+
+    def measure(self) -> Sums | None:
+        return self._held_out.total(lambda index: self._held_out.measure(self.drafter, index))
 
     def state(self) -> dict[str, Any]:
         return self.drafter.state()

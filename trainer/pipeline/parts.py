@@ -17,11 +17,12 @@ from trainer.buckets import Finished
 from trainer.pipeline.allreduce import AllReduce
 from trainer.pipeline.device import Fence, Meter, poll
 from trainer.pipeline.gauge import Gauge
+from trainer.pipeline.held_out import HeldOut, held_out_features
 from trainer.pipeline.place import Deal
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import compare_fingerprints, fingerprint
 from trainer.pipeline.round import Round
-from trainer.pipeline.stages import SCALARS, DrafterStage, Job, StepResult, TargetStage
+from trainer.pipeline.stages import SCALARS, DrafterStage, Job, StepResult, Sums, TargetStage
 
 
 class TargetPart:
@@ -36,6 +37,10 @@ class TargetPart:
         self.meter = Meter(device)
 
     def warm_up(self) -> None:
+        if self.place.rank == self.place.first_target:
+            for batch in self.job.held_out:
+                held_out_features(self.stage, batch, self.buffers[0])
+                dist.send(self.buffers[0], self.place.leader)
         batch = self.job.batches(0, 0)
         for drafter in range(self.place.drafters):
             self.stage.features(batch, self.buffers[0])
@@ -90,8 +95,10 @@ class DrafterPart:
         alone = len(self.place.drafter_ranks()) == 1
         buckets = stage.gradients() if alone else stage.buckets()
         self.sum = AllReduce(buckets, among, device)
+        self._held_out = HeldOut(job.held_out)
 
     def warm_up(self) -> None:
+        self._receive_held_out()
         batch = self.job.batches(0, 0)
         for target in range(self.place.targets):
             dist.recv(self.buffers[0], self.place.target_rank(target))
@@ -100,6 +107,27 @@ class DrafterPart:
         # NCCL connects at a group's first use, which would otherwise be within the first step.
         dist.all_reduce(sums, group=self.among)
         self._compare(0)
+        if self.job.held_out and self._measures:
+            self._held_out.measure(self.stage, 0)
+
+    def measure(self) -> Sums | None:
+        if not self._measures:
+            return None
+        found = self._held_out.total(lambda index: self._held_out.measure(self.stage, index))
+        return found if self.place.leads else None
+
+    @property
+    def _measures(self) -> bool:
+        return self.place.leads or self.plan.sharded
+
+    def _receive_held_out(self) -> None:
+        """By the leading rank. Other shards only give it their weights, whatever they measure."""
+        if self.place.leads:
+            for _ in self.job.held_out:
+                dist.recv(self.buffers[0], self.place.first_target)
+                self._held_out.keep(self.buffers[0])
+        elif self._measures and self.job.held_out:
+            self._held_out.stand_in(torch.zeros_like(self.buffers[0], device="cpu"))
 
     def share_state(self) -> None:
         """Everybody's becomes the leading rank's."""

@@ -70,6 +70,11 @@ class Place:
         return self.targets
 
     @property
+    def first_target(self) -> int:
+        """Of the leading rank's node: it makes the held-out features."""
+        return 0
+
+    @property
     def leads(self) -> bool:
         return self.rank == self.leader
 

@@ -36,7 +36,7 @@ from trainer.pipeline.parts import DrafterPart, TargetPart
 from trainer.pipeline.place import Deal, Place
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.round import Round
-from trainer.pipeline.stages import DrafterStage, Job, ReadCheckpoint, StepResult
+from trainer.pipeline.stages import DrafterStage, Job, ReadCheckpoint, StepResult, Sums
 from trainer.pipeline.torchrun import job_store
 
 FAILURE_KEY = "first-failure"
@@ -141,6 +141,14 @@ class ProcessesExecutor:
             stop = self.round.hold(received, Usage.of([self.part.meter]))
         self._over = self._over or stop is not None
         return stop
+
+    def measure(self) -> Sums | None:
+        """By the leading rank; the others wait for it in the next step. All drafters take part if
+        each holds a shard alone."""
+        if not isinstance(self.part, DrafterPart):
+            return None
+        with self._first_cause():
+            return self.part.measure()
 
     def state(self) -> dict[str, Any]:
         """Of the leading rank; the others' is empty. All drafters take part if each holds a shard

@@ -14,7 +14,7 @@ anchor adds zeros like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,6 +75,11 @@ class DrafterStage(Protocol):
         ``finished`` is called from inside backward with the number of each of ``buckets`` when the
         work that completes it has been launched: 0, 1, and so on. Those it was not called for are
         complete on return, which may be all of them."""
+
+    def measure(self, batch: Batch, features: Tensor) -> Tensor:
+        """As ``accumulate``, of a microbatch that nothing is learned from, over the whole
+        vocabulary: weights, moments and gradients are afterwards as they were, bit for bit. Between
+        steps, when the gradients are zero. All of a drafter's shards measure at the same time."""
 
     def gradients(self) -> list[Tensor]:
         """The gradient tensors, in one order for all replicas; never None, the same tensors at
@@ -225,6 +230,8 @@ class Job:
     """Equal where config and data are equal: ranks of several processes compare it."""
     make_sharded: MakeSharded | None = None
     """Instead of ``make_drafter`` under ``pipeline.shard_drafters``."""
+    held_out: Sequence[Batch] = ()
+    """What ``Executor.measure`` measures; of the shape of ``batches``."""
 
 
 class Executor(Protocol):
@@ -238,6 +245,10 @@ class Executor(Protocol):
     def agreed_stop(self, received: int | None) -> int | None:
         """After each step: the signal with which all ranks leave after this step, or null. With
         several processes that is some steps after one of them received it."""
+
+    def measure(self) -> Sums | None:
+        """``Job.held_out`` by the first replica, between steps; null where there is none, and on
+        ranks that do not lead. All ranks call it."""
 
     def state(self) -> dict[str, Any]:
         """``DrafterStage.state`` of the first replica (empty on ranks that do not write)."""

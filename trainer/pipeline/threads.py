@@ -21,10 +21,11 @@ import torch
 
 from trainer.pipeline.board import Board, Halted, Watchdog
 from trainer.pipeline.gauge import Gauge, Usage
+from trainer.pipeline.held_out import HeldOut
 from trainer.pipeline.plan import Plan
 from trainer.pipeline.reduce import GradientSum
 from trainer.pipeline.ring import Ring
-from trainer.pipeline.stages import Job, ReadCheckpoint, StepResult, resume_alone
+from trainer.pipeline.stages import Job, ReadCheckpoint, StepResult, Sums, resume_alone
 from trainer.pipeline.workers import DrafterWorker, SumWorker, TargetWorker, Worker
 
 
@@ -59,6 +60,7 @@ class ThreadsExecutor:
         self._first: int | None = None
         self._next = 0
         self._gauge = Gauge()
+        self._held_out = HeldOut(job.held_out)
 
     # -- Executor ---------------------------------------------------------------------------------
 
@@ -96,6 +98,10 @@ class ThreadsExecutor:
 
     def agreed_stop(self, received: int | None) -> int | None:
         return received
+
+    def measure(self) -> Sums | None:
+        with self._first_cause():
+            return self._held_out.total(self._measure_one)
 
     def state(self) -> dict[str, Any]:
         with self._first_cause():
@@ -151,6 +157,7 @@ class ThreadsExecutor:
             worker.post(self._warm_one, worker, batch, features).get()
             seconds = round(time.perf_counter() - began, 3)
             self.board.event("compiled", name=worker.name, seconds=seconds)
+        self._warm_held_out()
         checks = [
             d.post(self._sum.check_equal, i, 0, d.stage.weights(), d.pulse)
             for i, d in enumerate(self.drafters)
@@ -169,7 +176,26 @@ class ThreadsExecutor:
         if worker.device.type == "cuda":
             torch.cuda.current_stream(worker.device).synchronize()
 
+    def _warm_held_out(self) -> None:
+        def make(target: TargetWorker, index: int) -> None:
+            target.pulse.set(f"held-out features, batch {index + 1}")
+            self._held_out.make(target.stage, index)
+
+        for index in range(len(self.job.held_out)):
+            self.targets[0].post(make, self.targets[0], index).get()
+        if self.job.held_out:
+            self._measure_one(0)
+
     # -- running ----------------------------------------------------------------------------------
+
+    def _measure_one(self, index: int) -> torch.Tensor:
+        """In the first drafter's thread; a sign of life for each."""
+
+        def measure(drafter: DrafterWorker) -> torch.Tensor:
+            drafter.pulse.set(f"validation, batch {index + 1}")
+            return self._held_out.measure(drafter.stage, index)
+
+        return self.drafters[0].post(measure, self.drafters[0]).get()
 
     def _next_task(self) -> tuple[int, int, int] | None:
         assert self._first is not None
