@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.errors import AuthenticationFailed, DflashctlError
@@ -51,17 +55,28 @@ def each_host(
 def _at_once(
     fleet: Fleet, items: Sequence[tuple[HostTarget, Asked]], work: Callable[[Asked], Answer]
 ) -> Iterator[tuple[Asked, Answer | DflashctlError]]:
-    pools = {
-        host: ThreadPoolExecutor(CONCURRENCY, thread_name_prefix=f"each {host.name}")
-        for host, _ in items
-    }
-    waiting: dict[Future[Answer], tuple[HostTarget, Asked]] = {
-        pools[host].submit(work, item): (host, item) for host, item in items
-    }
+    waiting: dict[HostTarget, deque[Asked]] = {}
+    for host, item in items:
+        waiting.setdefault(host, deque()).append(item)
+    answers: SimpleQueue[tuple[HostTarget, Asked, Future[Answer]]] = SimpleQueue()
+
+    def serve(host: HostTarget, mine: deque[Asked]) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                item = mine.popleft()
+                answers.put((host, item, _done(partial(work, item))))
+
+    for host, mine in waiting.items():
+        for number in range(min(len(mine), CONCURRENCY)):
+            # Daemons, which a pool's threads are not: whoever presses Ctrl-C while a host does not
+            # answer would wait at the end of the process for its time-out.
+            threading.Thread(
+                target=serve, args=(host, mine), daemon=True, name=f"each {host.name} {number}"
+            ).start()
     refused: set[HostTarget] = set()
     try:
-        for done in as_completed(waiting):
-            host, item = waiting[done]
+        for _ in items:
+            host, item, done = answers.get()
             answer = _told(done.result)
             if isinstance(answer, AuthenticationFailed) and fleet.asks and host not in refused:
                 # A person is asked for a password in the main thread alone, which is this one.
@@ -70,8 +85,18 @@ def _at_once(
                     refused.add(host)
             yield item, answer
     finally:
-        for pool in pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        for mine in waiting.values():
+            mine.clear()
+
+
+def _done(work: Callable[[], Answer]) -> Future[Answer]:
+    """The outcome of ``work``, whatever it is: a fault of ours is for who asked, too."""
+    done: Future[Answer] = Future()
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001
+        done.set_exception(error)
+    return done
 
 
 def _told(work: Callable[[], Answer]) -> Answer | DflashctlError:

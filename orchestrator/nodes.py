@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from orchestrator import launch as launching
 from orchestrator import meeting, preflight
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import DflashctlError, RefusedError
+from orchestrator.fanout import each
 from orchestrator.fleet import Fleet, Notice
 from orchestrator.launch import Order, Started
 from orchestrator.reconnect import reconnecting
@@ -197,13 +197,16 @@ def _start(
     release: Release | None,
     notice: Notice,
 ) -> list[Started]:
-    with ThreadPoolExecutor(len(targets), thread_name_prefix="node") as pool:
-        waiting: list[Future[Started]] = [
-            pool.submit(launching.launch, fleet, target, order, release, notice=notice)
-            for target, order in zip(targets, orders, strict=True)
-        ]
-    started = [one.result() for one in waiting if one.exception() is None]
-    errors = [error for one in waiting if (error := one.exception()) is not None]
+    wanted = {target.name: order for target, order in zip(targets, orders, strict=True)}
+
+    def start(target: Target) -> Started:
+        return launching.launch(fleet, target, wanted[target.name], release, notice=notice)
+
+    answers = {target.name: answer for target, answer in each(fleet, targets, start)}
+    # In the nodes' order, whichever answered first.
+    found = [answers[target.name] for target in targets]
+    started = [one for one in found if isinstance(one, Started)]
+    errors = [one for one in found if isinstance(one, DflashctlError)]
     if not errors:
         return started
     for node in started:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from orchestrator import launch as launching
 from orchestrator import release as releases
 from orchestrator import snapshot
-from orchestrator.audit import audited
+from orchestrator.audit import audited_each
 from orchestrator.errors import UsageError
 from orchestrator.fleet import Fleet, Notice, Opening
 from orchestrator.laptop_path import did_you_mean, laptop_path, working_folder
@@ -112,10 +111,11 @@ def start(
     :param opening: the channel of the only target, if it is on its way.
     :param tell: called before the host's audit lines are written, which takes a round trip more.
     """
-    with ExitStack() as lines:
-        # One line a host and container, each with the outcome of the whole.
-        for target, run_id in zip(targets, run_ids(orders), strict=True):
-            lines.enter_context(audited(fleet, target, "launch", notice, run_id=run_id))
+    kept = [
+        (target, {"run_id": run_id})
+        for target, run_id in zip(targets, run_ids(orders), strict=True)
+    ]
+    with audited_each(fleet, kept, "launch", notice):
         try:
             if len(targets) == 1:
                 only = launching.launch(

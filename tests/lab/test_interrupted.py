@@ -21,7 +21,8 @@ LAUNCH = ("launch", CT, "--no-push")
 
 def interrupted(process: subprocess.Popen[str]) -> tuple[str, str]:
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    # A host that does not answer is given up after 10 s, a link after 9: nobody waits for that.
+    out, err = process.communicate(timeout=6)
     assert process.returncode == 130, err
     assert "Traceback" not in err, err
     return out, err
@@ -83,5 +84,29 @@ def test_on_a_dead_link_nobody_waits_for_the_hosts_record(cli: Cli, proxied: Pro
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     proxied.black_hole()
-    assert "the host has not yet taken its record of this exec" in interrupted(process)[1]
+    assert "lab has not yet taken its record of this exec" in interrupted(process)[1]
     proxied.black_hole(False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ps",),
+        ("doctor", CT),
+        ("inventory", "check"),
+        ("push", "lab-200", CT),
+        ("exec", "lab-200", CT, "--", "true"),
+        ("launch", "lab-200", CT, "--", "true"),
+        ("stop", CT),
+    ],
+    ids=lambda words: words[0],
+)
+def test_while_several_are_asked_nobody_waits_for_a_dead_one(
+    cli: Cli, proxied: Proxy, code: Path, words: tuple[str, ...]
+) -> None:
+    (code / "a").write_text("a\n")
+    proxied.black_hole()
+    process = cli.start(*words, cwd=code)
+    until(lambda: proxied.traffic()["connections"])
+    time.sleep(0.3)
+    interrupted(process)
