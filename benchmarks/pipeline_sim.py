@@ -240,10 +240,10 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target-ms", type=float, default=130.0, help="one microbatch (130)")
-    parser.add_argument("--drafter-ms", type=float, default=242.0, help="one microbatch (242)")
-    parser.add_argument("--update-ms", type=float, default=9.0)
-    parser.add_argument("--copy-ms", type=float, default=0.7, help="one feature slot (0.7)")
+    parser.add_argument("--target-ms", type=float, default=192.0, help="one microbatch (192)")
+    parser.add_argument("--drafter-ms", type=float, default=241.0, help="one microbatch (241)")
+    parser.add_argument("--update-ms", type=float, default=8.4)
+    parser.add_argument("--copy-ms", type=float, default=0.65, help="one feature slot (0.65)")
     parser.add_argument("--batch-ms", type=float, default=2.0, help="a microbatch on the host (2)")
     parser.add_argument("--spread", type=float, default=0.02)
     parser.add_argument("--gradient-gb", type=float, default=2.1)
