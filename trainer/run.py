@@ -214,6 +214,7 @@ def open_run(resolved: Resolved) -> Opened:
     follows = place is not None and not place.leads
     check_trackers(config.report_to)
     writer = RunWriter(folder / "ranks" / place.folder if place and follows else folder)
+    writer.claim()
     if not follows:
         settings = config.model_dump(mode="json")
         writer.trackers += make_trackers(config.report_to, folder, settings)

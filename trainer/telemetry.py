@@ -172,6 +172,26 @@ class RunWriter:
         for tracker in self.trackers:
             tracker.event(line)
 
+    def claim(self) -> None:
+        """Raise ``ConfigError`` where another process has claimed the folder: two runs in one tear
+        each other's checkpoints down. The claim ends with the process, however that ends."""
+        # Here: a laptop that only reads may have neither.
+        import fcntl
+
+        from trainer.errors import ConfigError
+
+        try:
+            fcntl.lockf(self._events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (PermissionError, BlockingIOError):
+            raise ConfigError(
+                f"another run is writing into {self.folder}",
+                next_step=f"stop it (`fuser {self.folder / EVENTS_FILE}` names its process), or"
+                " give this one another folder",
+            ) from None
+        except OSError:
+            # A file system without locks.
+            pass
+
     def close(self) -> None:
         for tracker in self.trackers:
             tracker.close()
