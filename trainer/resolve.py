@@ -13,7 +13,7 @@ from trainer.config import TrainConfig
 from trainer.drafter.config import DrafterConfig, text_config
 from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
-from trainer.target import load_hf_config, load_tokenizer
+from trainer.target import check_weight_files, load_hf_config, load_tokenizer
 from trainer.warm_start import check_start
 
 
@@ -32,6 +32,7 @@ def resolve(config: TrainConfig) -> Resolved:
     """Raises ``ConfigError`` or ``TargetError`` with one message; reads no weights."""
     target = load_hf_config(config.target)
     tokenizer = load_tokenizer(config.target)
+    check_weight_files(config.target)
     text = text_config(target)
     notes = []
     mask = config.drafter.mask_token_id
@@ -53,7 +54,8 @@ def resolve(config: TrainConfig) -> Resolved:
     except ValueError as error:
         raise ConfigError(
             f"the drafter does not fit {config.target.model}: {error}",
-            next_step="choose a target with rotary position embeddings",
+            next_step="state that in the `drafter` section where it has such a field, or choose a"
+            " target with rotary position embeddings",
         ) from None
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:

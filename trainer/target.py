@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -29,6 +30,7 @@ from trainer.objective import FrozenTarget
 from trainer.packaged import PACKAGE, packaged_file
 
 GIVE_A_MODEL = "name the folder that `save_pretrained` wrote, or a .gguf file"
+COPY_AGAIN = "copy or download the model again"
 OTHER_TARGET = "choose another target; most causal language models of transformers will do"
 
 
@@ -119,24 +121,69 @@ def load_model(target: TargetConfig, device: torch.device) -> Any:
     """The whole target with its head, frozen, in evaluation mode."""
     source = locate(target.model)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             source.folder,
             dtype=compute_dtype(target.dtype, device),
             attn_implementation=target.attention,
+            # Reported below, by name and with both shapes; transformers' own error has neither.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
             **source.arguments(),
         )
+        refuse_holes(target.model, found)
         model = model.to(device)
     except torch.cuda.OutOfMemoryError as error:
         raise ResourceError(
             f"the target does not fit on {device}: {first_line(error)}",
             next_step="`python -m trainer check` prints what it needs",
         ) from None
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise TargetError(
             f"target.model {target.model}: its weights cannot be loaded: {first_line(error)}",
-            next_step="copy or download the model again; a missing package is named above",
+            next_step=COPY_AGAIN + "; a missing package is named above",
         ) from None
     return freeze(model)
+
+
+def refuse_holes(name: str, found: dict[str, Any]) -> None:
+    """transformers fills what a file lacks with noise and only warns: a drafter of such a target is
+    of no use to anyone."""
+    problems = [f"no tensor {key}" for key in sorted(found.get("missing_keys") or ())]
+    problems += [
+        f"{key} has shape {tuple(theirs)}, config.json implies {tuple(ours)}"
+        for key, theirs, ours in sorted(found.get("mismatched_keys") or ())
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise TargetError(
+            f"target.model {name}: weights and config.json differ: {'; '.join(problems[:3])}{more}",
+            next_step=COPY_AGAIN,
+        )
+
+
+def check_weight_files(target: TargetConfig) -> None:
+    """Raise ``TargetError`` for a folder with a shard that is absent or cut short. Reads headers
+    only, so that nobody waits for data to be made before being told."""
+    source = locate(target.model)
+    folder = Path(source.folder)
+    if source.gguf_file is not None or not folder.is_dir():
+        return
+    files = set(folder.glob("*.safetensors"))
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise TargetError(f"{index} cannot be read: {error}", next_step=COPY_AGAIN) from None
+        files |= {folder / name for name in named}
+    for file in sorted(files):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise TargetError(
+                f"target.model: {file} is absent, damaged or cut short: {first_line(error)}",
+                next_step=COPY_AGAIN,
+            ) from None
 
 
 def freeze(model: Any) -> Any:

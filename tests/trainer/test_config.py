@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_target import run_config, save_target
+from tiny_target import make_tokenizer, run_config, save_target
+from transformers import FalconConfig, GPT2Config, LlamaConfig
 
 from trainer.__main__ import main
 from trainer.config import load_config, parse_config
@@ -67,6 +68,37 @@ def test_what_does_not_fit_the_target_is_named_with_both_values(
     home: Path, changes: dict[str, Any], says: str
 ) -> None:
     assert says in message(home, **changes)
+
+
+FEW = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "says"),
+    [
+        (GPT2Config(**FEW), {}, "no rope_theta in the target's GPT2Config"),
+        (
+            FalconConfig(**FEW, alibi=False),
+            {"intermediate_size": None},
+            "its FalconConfig states no intermediate_size",
+        ),
+        (LlamaConfig(**FEW), {"num_layers": 9}, "fewer num_layers for the target's 6 layers"),
+    ],
+)
+def test_a_target_of_another_build_is_told_apart_by_what_it_lacks(
+    tmp_path: Path, target: Any, drafter: dict[str, Any], says: str
+) -> None:
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    assert says in message(tmp_path, drafter=drafter)
+
+
+def test_what_the_target_does_not_state_the_config_may(tmp_path: Path) -> None:
+    FalconConfig(**FEW, alibi=False).save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    tree = run_config(tmp_path, drafter={"intermediate_size": 48})
+    drafter = resolve(parse_config(tree, source="c.yaml", base=tmp_path)).drafter
+    assert (drafter.hidden_size, drafter.intermediate_size) == (32, 48)
 
 
 @pytest.mark.parametrize(

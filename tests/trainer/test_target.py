@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_target import CONFIGS, make_model, save_target
 
 from trainer import target
@@ -16,6 +18,7 @@ from trainer.errors import DataError, TargetError
 from trainer.target import (
     TappedTarget,
     check_taps,
+    check_weight_files,
     decoder_layers,
     load_frozen,
     load_hf_config,
@@ -145,3 +148,54 @@ def test_an_absent_model_is_named(model: str, error: type[Exception], says: str)
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"config\.json"):
         load_hf_config(TargetConfig(model=str(tmp_path)))
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def without_a_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def with_a_narrower_tensor(file: Path) -> None:
+    name = "model.layers.2.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name][:10]}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut_short, "model.safetensors is absent, damaged or cut short"),
+        (without_a_tensor, "no tensor model.layers.2.mlp.up_proj.weight"),
+        (
+            with_a_narrower_tensor,
+            "model.layers.2.mlp.up_proj.weight has shape (10, 32), config.json implies (48, 32)",
+        ),
+    ],
+)
+def test_weights_that_are_damaged_or_not_those_of_the_config_are_named(
+    tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    """transformers itself would fill the hole with noise, and only warn."""
+    folder = save_target(tmp_path / "t")
+    damage(folder / "model.safetensors")
+    target = TargetConfig(model=str(folder))
+    with pytest.raises(TargetError) as caught:
+        check_weight_files(target)
+        load_model(target, CPU)
+    assert says in str(caught.value)
+
+
+def test_a_shard_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    make_model("llama").save_pretrained(folder, max_shard_size="40KB")
+    target = TargetConfig(model=str(folder))
+    check_weight_files(target)
+    gone = sorted(folder.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(TargetError, match=f"{gone.name} is absent"):
+        check_weight_files(target)

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 LayerType = Literal["full_attention", "sliding_attention"]
 FULL: LayerType = "full_attention"
 SLIDING: LayerType = "sliding_attention"
+ABSENT = object()
+"""Of a field that this kind of target does not state under the usual name."""
 
 
 def tapped_layers(target_layers: int, count: int) -> list[int]:
@@ -120,7 +122,10 @@ class DrafterConfig(BaseModel):
         if not self.target_layer_ids:
             found.append("target_layer_ids is empty")
         if list(self.target_layer_ids) != sorted(set(self.target_layer_ids)):
-            found.append(f"target_layer_ids {self.target_layer_ids} must rise, without repeats")
+            found.append(
+                f"target_layer_ids {list(self.target_layer_ids)} must rise, without repeats: state"
+                f" others, or fewer num_layers for the target's {self.num_target_layers} layers"
+            )
         outside = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
         if outside:
             found.append(
@@ -169,11 +174,17 @@ class DrafterConfig(BaseModel):
         ``target`` is a transformers configuration (composite ones give their text part).
         ``overrides`` replace single fields. Raises ``ValueError`` (pydantic's) with every misfit.
         """
-        return cls.model_validate(
+        fields = (
             for_target_fields(target, num_layers)
             | {"mask_token_id": mask_token_id, "block_size": block_size}
             | overrides
         )
+        absent = [name for name, value in fields.items() if value is ABSENT]
+        if absent:
+            raise ValueError(
+                f"its {type(text_config(target)).__name__} states no {', '.join(absent)}"
+            )
+        return cls.model_validate(fields)
 
     def misfits(self, target: Any) -> list[str]:
         """Why this drafter cannot serve ``target``; empty when it can. Each names both values."""
@@ -182,7 +193,7 @@ class DrafterConfig(BaseModel):
             "vocab_size": text.vocab_size,
             "target_hidden_size": text.hidden_size,
             "num_target_layers": text.num_hidden_layers,
-            "rope_theta": rope_base(text),
+            "rope_theta": stated_rope_base(text),
         }
         return [
             f"{name}: the drafter has {getattr(self, name)}, the target {value}"
@@ -198,39 +209,45 @@ def text_config(target: Any) -> Any:
 
 
 def rope_base(text: Any) -> float:
+    """As ``stated_rope_base``, of a target that must have one: falling back to 10,000 is how others
+    trained one model and served another."""
+    base = stated_rope_base(text)
+    if base is None:
+        raise ValueError(f"no rope_theta in the target's {type(text).__name__}")
+    return base
+
+
+def stated_rope_base(text: Any) -> float | None:
     """The target's RoPE base, wherever this generation of transformers keeps it.
 
     transformers 5 moved ``rope_theta`` into ``rope_parameters``, which may again be keyed by layer
-    type (Gemma 3: the full-attention layers' base is the one that spans the context). A missing
-    base is an error: falling back to 10,000 is how others trained one model and served another.
+    type (Gemma 3: the full-attention layers' base is the one that spans the context).
     """
     parameters = getattr(text, "rope_parameters", None) or {}
     if FULL in parameters:
         parameters = parameters[FULL]
     base = parameters.get("rope_theta") or getattr(text, "rope_theta", None)
-    if base is None:
-        raise ValueError(f"no rope_theta in the target's {type(text).__name__}")
-    return float(base)
+    return None if base is None else float(base)
 
 
 def for_target_fields(target: Any, num_layers: int) -> dict[str, Any]:
     """The fields of a drafter's config that follow from its target."""
     text = text_config(target)
-    heads = text.num_attention_heads
-    layers = text.num_hidden_layers
+    rope = rope_base(text)
+    heads, layers = text.num_attention_heads, text.num_hidden_layers
     # Gemma multiplies embedding rows by sqrt(width) inside its embedding module.
     scaled = "gemma" in (getattr(text, "model_type", "") or "")
     return {
         "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
+        "intermediate_size": getattr(text, "intermediate_size", ABSENT),
         "num_layers": num_layers,
         "num_heads": heads,
         "num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
         "vocab_size": text.vocab_size,
-        "rope_theta": rope_base(text),
+        "rope_theta": rope,
         "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
-        "max_position_embeddings": text.max_position_embeddings,
+        "max_position_embeddings": getattr(text, "max_position_embeddings", ABSENT),
         "target_layer_ids": tuple(tapped_layers(layers, num_layers)),
         "num_target_layers": layers,
         "target_hidden_size": text.hidden_size,
