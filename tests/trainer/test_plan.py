@@ -226,11 +226,13 @@ def refusal(options: dict[str, Any], microbatches: int = 15, **kwargs: Any) -> P
 def test_more_workers_than_devices() -> None:
     error = refusal({"targets": 6, "drafters": 3})
     assert "6 targets and 3 drafters need 9 devices; there are 8" in error.what
+    assert error.exit_code == 4, "a device is missing"
 
 
 def test_microbatches_that_do_not_divide() -> None:
     error = refusal({"targets": 3, "drafters": 5}, microbatches=8)
     assert "optimization.microbatches is 8, not a multiple of 5 drafters" in error.what
+    assert error.exit_code == 2, "wrong input"
     assert "set it to 10" in error.next_step
 
 

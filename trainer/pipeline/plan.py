@@ -48,6 +48,12 @@ class PlanError(TrainerError):
     exit_code = 4
 
 
+class SplitError(PlanError):
+    """No devices could: the config contradicts itself."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True)
 class Device:
     name: str
@@ -188,7 +194,7 @@ def make_plan(
     shards = len(drafters) * nodes
     if work.microbatches % shards:
         where = f" on {nodes} nodes" if nodes > 1 else ""
-        raise PlanError(
+        raise SplitError(
             f"optimization.microbatches is {work.microbatches}, not a multiple of"
             f" {shards} drafters{where}: they could not take the same number each",
             next_step=f"set it to {-(-work.microbatches // shards) * shards}, or"
@@ -238,7 +244,7 @@ def _devices(pipeline: PipelineConfig, present: dict[str, Device]) -> list[Devic
             next_step="name devices that are there, or say auto",
         )
     if not pipeline.devices:
-        raise PlanError("pipeline.devices is empty", next_step="name a device, or say auto")
+        raise SplitError("pipeline.devices is empty", next_step="name a device, or say auto")
     present.setdefault("cpu", Device("cpu", "cpu"))
     return [present[name] for name in pipeline.devices]
 
@@ -254,7 +260,7 @@ def _split(
     fixed_drafters = None if pipeline.drafters == "auto" else pipeline.drafters
     if pipeline.executor == "inline":
         if (fixed_targets or 1, fixed_drafters or 1) != (1, 1):
-            raise PlanError(
+            raise SplitError(
                 f"executor inline runs one target and one drafter, not {fixed_targets or 1} and"
                 f" {fixed_drafters or 1}",
                 next_step="set pipeline.executor to threads or processes",
@@ -342,7 +348,7 @@ def _room(
 ) -> Memory:
     """What each device needs, or PlanError. ``shards``: drafters that may hold one together."""
     if pipeline.shard_drafters and shards == 1:
-        raise PlanError(
+        raise SplitError(
             "pipeline.shard_drafters lets several drafters hold one together, and there is one",
             next_step="ask for more by pipeline.drafters, or leave out shard_drafters",
         )
