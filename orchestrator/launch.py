@@ -52,7 +52,6 @@ class Order:
     """Set for the run like ``environment``, but written to no record and no command line."""
     log_link: str | None = None
     force: bool = False
-    predecessor: str | None = None
     restarts: int = 0
     """Attempts after the first that the supervisor makes by itself when the command fails, each
     from the newest complete checkpoint."""
@@ -79,8 +78,6 @@ class Order:
 
     def _meta(self, target: Target, release: Release | None) -> dict[str, Any]:
         meta: dict[str, Any] = {"who": whoami(), "container": target.name}
-        if self.predecessor:
-            meta["predecessor"] = self.predecessor
         if self.config:
             meta["config"] = self.config
         if self.nodes:

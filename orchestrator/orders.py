@@ -48,7 +48,6 @@ def _in_the_code(config: Path, root: Path) -> str:
 
 
 def make(
-    state: LaptopState,
     targets: Sequence[Target],
     release: Release | None,
     *,
@@ -70,7 +69,6 @@ def make(
     run_id = new_run_id(name)
     if config and release:
         config = releases.config_path(laptop_path(config), release.root)
-    newest = state.newest()
     return [
         Order(
             run_id=run_id,
@@ -88,7 +86,6 @@ def make(
             log_link=log,
             force=force,
             restarts=restarts,
-            predecessor=newest.run_id if newest and newest.target.name == target.name else None,
         )
         for target in targets
     ]

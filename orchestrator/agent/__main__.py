@@ -15,7 +15,6 @@ OPERATIONS = {
     "release.blobs": "release:blobs",
     "release.commit": "release:commit",
     "release.prune": "release_store:prune",
-    "release.manifest": "release_store:manifest",
     "run.start": "start:start",
     "run.list": "status:listing",
     "run.status": "status:status",

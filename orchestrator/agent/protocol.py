@@ -97,7 +97,6 @@ manifest's sha256, with ``-2``, ``-3`` … appended when a job altered the tree 
 ``release.prune`` {"keep": n} → {"removed": [ids], "kept": [{"release", "why", …}], "blobs": n,
     "bytes"}. Never one that a live run uses, nor one of the ``keep`` last pushed, nor one in which
     a job made or changed files (its results).
-``release.manifest`` {"release"} → frames with payload → {"release", "bytes"}
 
 Runs
 ----
@@ -107,7 +106,7 @@ Runs
     folder is first on PATH unless "env" has one, and VIRTUAL_ENV is set in a virtual environment;
     run.json's "environment" says what was set), "secrets": {} (never written to a record nor to an
     argv), "gpus": [] (indices of nvidia-smi or UUIDs: CUDA_VISIBLE_DEVICES unless "env" has one),
-    "meta": {} (kept in run.json as it is: who, git, environment, predecessor …), "log_link"?,
+    "meta": {} (kept in run.json as it is: who, git …), "log_link"?,
     "restart": {"max": 0, "backoff_s": 5, "backoff_max_s": 300}, "grace_s": 60, "log_bytes":
     268435456, "log_files": 8, "force": false} + payload: the dirty diff → {"run_id", "state",
     "already": bool, "session", "run_dir", "log", "log_link_moved": path|null (a plain file that
@@ -115,7 +114,7 @@ Runs
     start, boot_id, child, …}, "attach": [argv]} The same run id again gives the same answer with
     already true, never a second process. Refused with ``run.log_link`` where no link can stand,
     with ``run.busy`` while another run lives here with the same name or one of the same GPUs,
-    unless ``force``.
+    unless ``force``. run.json names the newest run that was here before as its "predecessor".
 ``run.list`` {"limit"?: n, "live"?: bool, "lines"?: 0} → {"runs": [summary, newest first], "time"}.
     Beyond the limit those that live.
 ``run.status`` {"run_id"? (default the newest), "lines": 10, "stall_s"?: s} → summary + {"record":

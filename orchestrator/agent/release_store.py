@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.agent.files import locked, make_private, read_record, remove_tree
 from orchestrator.agent.manifest import Entry, parse
-from orchestrator.agent.protocol import PAYLOAD_LIMIT, AgentError
+from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.serve import Request
 from orchestrator.paths import ContainerPaths
 
@@ -129,17 +129,7 @@ def _users(request: Request) -> dict[str, list[str]]:
     return users
 
 
-def manifest(request: Request) -> dict[str, Any]:
-    name = request.need("release", str)
-    data = _manifest(request.paths, name)
-    for start in range(0, len(data), PAYLOAD_LIMIT):
-        request.send({}, data[start : start + PAYLOAD_LIMIT])
-    return {"release": name, "bytes": len(data)}
-
-
 def _manifest(paths: ContainerPaths, name: str) -> bytes:
-    if "/" in name or name.startswith("."):
-        raise AgentError("request.invalid", f"not a release: {name!r}", field="release")
     try:
         with open(paths.release_manifest(name), "rb") as file:
             return file.read()

@@ -51,6 +51,7 @@ def start(request: Request) -> dict[str, Any]:
                 _refuse_second(request, record)
             if link:
                 _check_link(link)
+            record["predecessor"] = _newest(request)
             _make_folder(request, paths, record, plan, diff)
         if not os.path.exists(paths.supervisor):
             try:
@@ -198,6 +199,14 @@ def _refuse_second(request: Request, record: dict[str, Any]) -> None:
     if busy:
         named = ", ".join(one["words"] for one in busy)
         raise AgentError("run.busy", f"already running here: {named}", runs=busy)
+
+
+def _newest(request: Request) -> str | None:
+    """The last run here, whoever launched it: what a new one's speed is measured by."""
+    from orchestrator.agent.status import folders
+
+    found = folders(request.paths)
+    return found[0].run_id if found else None
 
 
 _STAGING = ".start-"

@@ -47,7 +47,6 @@ def start(session: Session, targets: list[Target], opening: Opening | None, wish
         if not wishes.no_push:
             release = orders.take_code(session.laptop, wishes.code, wishes.config)
         wanted = orders.make(
-            session.state,
             targets,
             release,
             words=wishes.words,

@@ -89,7 +89,6 @@ def launch(stage: Stage, action: actions.Launch) -> Done:
     code = action.code if action.code is not None else stage.code
     release = stage.release(code, action.config) if action.push else None
     wanted = orders.make(
-        stage.fleet.state,
         stage.targets,
         release,
         words=action.command or (),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from laptop import Cli
 
+from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
@@ -46,6 +47,19 @@ def test_a_run_that_slows_down_is_told_with_numbers_and_finishing_is_good(
     assert "4.6k tok/s, 77% below its recent best of 20.0k" in slow[0]["text"]
     assert slow[0]["alarm"] is True
     assert (told[-1]["state"], told[-1]["exit_code"], told[-1]["step"]) == ("finished", 0, 40)
+
+
+def test_a_run_is_measured_by_the_one_before_it_in_its_container_whoever_launched_that(
+    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+) -> None:
+    ben = Cli.at_home(tmp_path / "ben", lab.inventory)
+    before = launch(ben, code, "lab-201", 20, 0)
+    ben("watch", before, "--every", "0.2s", code=0)
+    launch(cli, code, "lab-200", 1, 0)  # this laptop's newest is elsewhere
+    run_id = launch(cli, code, "lab-201", 40, 0.1, 1)
+    told = watched(cli("watch", run_id, "--every", "0.2s", "--json", code=0))
+    (slower,) = [event for event in told if event["event"] == "slower"]
+    assert "4.6k tok/s, 77% below the run before it (20.0k)" in slower["text"]
 
 
 def test_a_failed_run_gives_exit_code_1_and_the_others_are_watched_on(cli: Cli, code: Path) -> None:

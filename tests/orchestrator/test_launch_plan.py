@@ -80,8 +80,9 @@ def test_the_plan_reads_as_the_exact_commands() -> None:
     )
     assert [line.split()[1] for line in steps[1:]] == [
         *("preflight", "release.begin", "release.blobs", "release.commit", "run.start"),
+        "release.prune",
     ]
-    start = json.loads(steps[-1].partition("run.start ")[2])
+    start = json.loads(steps[-2].partition("run.start ")[2])
     assert start["command"] == ["bash", "start_training.sh"]
     assert (start["gpus"], start["python"]) == ([0, 1], "/opt/py/bin/python")
     assert start["release"] == RELEASE.id

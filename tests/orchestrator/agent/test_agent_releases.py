@@ -124,13 +124,14 @@ def test_deleted_files_do_not_linger_and_older_content_comes_back(agent: Any) ->
     assert content(done["path"]) == {b"a": b"old"}
 
 
-def test_a_whole_launch_needs_no_answer_in_between(agent: Any) -> None:
+def test_a_whole_launch_needs_no_answer_in_between(agent: Any, workdir: Path) -> None:
     """begin, then everything else at once: two round trips."""
     pusher = Pusher(agent, {b"a": b"1"})
     blobs = pusher.blobs()
     commit = agent.send("release.commit", begin=pusher.begun, after=[blobs])
-    reading = agent.send("release.manifest", release=pusher.answer["release"], after=[commit])
-    assert agent.result(reading)["bytes"] == len(dump(pusher.entries))
+    manifest = ContainerPaths(str(workdir)).release_manifest(pusher.answer["release"])
+    reading = agent.send("pull.read", path=manifest, after=[commit])
+    assert agent.result(reading)["size"] == len(dump(pusher.entries))
 
 
 @pytest.mark.parametrize(
@@ -365,9 +366,10 @@ def test_a_release_that_is_pushed_again_is_the_newest_when_old_ones_are_pruned(a
     assert content(again["path"]) == {b"a": b"0"}
 
 
-def test_the_manifest_can_be_had_back(agent: Any) -> None:
+def test_the_manifest_can_be_had_back(agent: Any, workdir: Path) -> None:
     done = push(agent, ODD)
-    _, frames = agent.finish(agent.send("release.manifest", release=done["release"]))
+    manifest = ContainerPaths(str(workdir)).release_manifest(done["release"])
+    _, frames = agent.finish(agent.send("pull.read", path=manifest))
     assert b"".join(payload for _, payload in frames) == dump(entries_of(ODD))
 
 
