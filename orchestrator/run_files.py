@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from orchestrator.alarm import best_of
@@ -12,7 +13,23 @@ from trainer.telemetry import METRICS_FILE, StepLine, read_steps
 # Enough for `alarm.RECENT` medians; a line has some 400 bytes.
 SEED_LINES = 400
 EARLIER_RUNS = 5
-"""So far back a run is looked for that the present one can be compared with."""
+"""So far back a run is looked for that the present one can be compared with, or go on from."""
+
+
+def first_before(
+    channel: AgentChannel, run_id: str, good: Callable[[AgentChannel, str], bool]
+) -> str | None:
+    """The nearest run before this one that is ``good``."""
+    for _ in range(EARLIER_RUNS):
+        try:
+            before = channel.call("run.status", run_id=run_id, lines=0).get("predecessor")
+            if not before or good(channel, str(before)):
+                return before
+        except DflashctlError:
+            # Removed since.
+            return None
+        run_id = str(before)
+    return None
 
 
 def last_that_trained(channel: AgentChannel, run_id: str) -> tuple[str, list[StepLine]] | None:

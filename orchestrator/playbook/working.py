@@ -10,6 +10,7 @@ from typing import Any
 from orchestrator import orders, transfer
 from orchestrator import release as releases
 from orchestrator.alarm import DROP
+from orchestrator.channel import AgentChannel
 from orchestrator.errors import NotFoundError, RunFailed
 from orchestrator.laptop_path import laptop_path
 from orchestrator.playbook import actions
@@ -17,6 +18,7 @@ from orchestrator.playbook.runner import Done
 from orchestrator.playbook.stage import Stage, counted
 from orchestrator.request import exec_ending
 from orchestrator.run import RunRef
+from orchestrator.run_files import first_before
 from orchestrator.watch import Report, Watch
 from trainer.telemetry import duration
 
@@ -114,14 +116,25 @@ def _checkpoint(stage: Stage, run: str | None) -> str:
     :raises NotFoundError: it has none.
     """
     ref = stage.runs(run)[0]
-    found = stage.channel(ref.target).call("pull.last_checkpoint", **ref.fields)
+    channel = stage.channel(ref.target)
+    run_id = ref.run_id or str(channel.call("run.status", lines=0)["run_id"])
+    found = channel.call("pull.last_checkpoint", run_id=run_id)
     if not found["path"]:
+        # Attempts to go on that died at once often lie behind the run that one means.
+        earlier = first_before(channel, run_id, _has_checkpoint)
         raise NotFoundError(
             "the run has no complete checkpoint to go on from",
-            next_step="start it anew: dflashctl launch --config FILE",
-            **ref.place,
+            next_step=f"{earlier}, before it, has one: give `run` its id (--set run={earlier})"
+            if earlier
+            else "start it anew: dflashctl launch --config FILE",
+            **ref.target.place,
+            run_id=run_id,
         )
     return str(found["path"])
+
+
+def _has_checkpoint(channel: AgentChannel, run_id: str) -> bool:
+    return channel.call("pull.last_checkpoint", run_id=run_id)["path"] is not None
 
 
 def wait(stage: Stage, action: actions.Wait) -> Done:

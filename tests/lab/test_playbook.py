@@ -144,6 +144,18 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_from(cli: Cli, code: Pat
     assert "no complete checkpoint" in done.stderr
 
 
+def test_behind_attempts_that_died_at_once_the_run_with_a_checkpoint_is_named(
+    cli: Cli, code: Path
+) -> None:
+    (code / "resume.yaml").write_text(RESUME)
+    make = "mkdir -p $DFLASH_RUN_DIR/checkpoints/step-3"
+    good = cli("launch", "lab-201", "--wait", "--", "sh", "-c", make, cwd=code, code=0)
+    for _ in range(2):
+        cli("launch", "lab-201", "--wait", "--", "false", cwd=code, code=1)
+    done = cli("play", "./resume.yaml", cwd=code, code=5)
+    assert f"--set run={good.stdout.split()[0]}" in done.stderr
+
+
 def test_discover_finds_what_the_inventory_lacks_and_adds_it_once(
     cli: Cli, lab: Lab, tmp_path: Path
 ) -> None:
