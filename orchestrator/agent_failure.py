@@ -46,7 +46,7 @@ _KINDS: dict[str, tuple[type[DflashctlError], str]] = {
     "release.missing": (TransferError, "push again; what was there before is untouched"),
     "release.manifest": (RefusedError, "rename or leave out that file (.dflashignore)"),
     "pull.changed": (TransferError, "pull again: the file was being written"),
-    "disk.full": (TransferError, "free some space there; `dflashctl doctor` shows the mounts"),
+    "disk.full": (TransferError, "free some space there: `dflashctl doctor TARGET` names the disk"),
     "disk.readonly": (
         TransferError,
         "remount it writable, or set `workdir` of the container in the inventory",

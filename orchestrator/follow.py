@@ -55,6 +55,8 @@ class Follower:
     run_id: str | None = None
     _cursors: list[dict[str, Any] | None] = field(default_factory=list)
     _channel: AgentChannel | None = None
+    _met: bool = False
+    """Its agent has spoken once."""
     _summary: RunSummary | None = None
 
     def pieces(self) -> Iterator[Piece]:
@@ -107,7 +109,8 @@ class Follower:
         if isinstance(error, (AuthenticationFailed, HostKeyMismatch)):
             return False
         if isinstance(error, ContainerNotRunning):
-            return self.follow and down_s < REBOOT_S
+            # One that was down from the first has nothing to come back from.
+            return self._met and self.follow and down_s < REBOOT_S
         return True
 
     def _read(self) -> Iterator[Piece]:
@@ -120,6 +123,8 @@ class Follower:
         request = channel.request(
             "tail", run_id=self.run_id, files=list(self.files), **self._from(channel)
         )
+        channel.hello()
+        self._met = True
         for head, payload in request.frames():
             if "notice" in head:
                 self._tell(head)

@@ -295,10 +295,10 @@ def _keys_at(where: Where) -> list[str]:
     return list(model.model_fields)
 
 
-def nearest(wrong: str, right: Any) -> str:
+def nearest(wrong: str, right: Any, cutoff: float = 0.5) -> str:
     """``; did you mean 'workdir'?``, or what there is to choose from, or nothing."""
     choices = [str(name) for name in right]
-    close = difflib.get_close_matches(wrong, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(wrong, choices, n=1, cutoff=cutoff)
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(choices)}" if 0 < len(choices) <= 12 else ""

@@ -47,6 +47,8 @@ class Request:
         self._changed = threading.Condition()
         self._result: dict[str, Any] | None = None
         self._error: DflashctlError | None = None
+        self.answered = 0.0
+        """By this machine's clock, when the result came; it may be read much later."""
 
     @property
     def done(self) -> bool:
@@ -195,6 +197,7 @@ class Request:
         with self._changed:
             if not self.done:
                 self._result = result
+                self.answered = time.time()
             self._changed.notify_all()
 
     def fail(self, error: DflashctlError) -> None:

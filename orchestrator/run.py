@@ -174,10 +174,14 @@ def choose(
 ) -> list[RunRef]:
     """The runs that ``words`` (run ids, inventory names, groups) and ``--host --ct`` mean.
 
-    Nothing given: the newest run launched from this laptop, else the newest in the inventory.
+    Nothing given: the newest run launched from this laptop, else the newest in the inventory. A
+    word that the inventory does not know may be what ``launch --name`` was given: the newest so
+    called, but of this laptop's only, for ``stop`` must not mean a colleague's by it.
 
     :raises RunNotFound: an id nobody knows, or no run at all.
     """
+    known = {*inventory.containers, *inventory.groups()}
+    words = [word if word in known else _id_of_name(state, word) or word for word in words]
     ids = [word for word in words if RUN_ID.match(word)]
     names = [word for word in words if not RUN_ID.match(word)]
     try:
@@ -194,6 +198,11 @@ def choose(
     if newest is not None:
         return [RunRef(newest.target, newest.run_id)]
     return [_newest_of(fleet, everything(inventory))]
+
+
+def _id_of_name(state: LaptopState, name: str) -> str | None:
+    newest = state.newest_named(name)
+    return (group_id(newest.run_id) or newest.run_id) if newest else None
 
 
 def _neither(

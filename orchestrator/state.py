@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ from orchestrator.errors import UsageError
 from orchestrator.paths import LaptopPaths
 from orchestrator.private_file import read_json, write_private
 from orchestrator.target import Target
+
+
+def name_of(run_id: str) -> str:
+    """What the run was called at its launch, without the ``-nRANK`` of a node among several."""
+    return re.sub(r"(-n\d+)?-\d{8}-\d{6}-[0-9a-f]{4}$", "", run_id)
 
 
 class RememberedRun(BaseModel):
@@ -67,6 +73,11 @@ class LaptopState:
 
     def find(self, run_id: str) -> RememberedRun | None:
         return self._read(self.paths.run(run_id))
+
+    def newest_named(self, name: str) -> RememberedRun | None:
+        """The newest run that was launched from this laptop with ``--name NAME``."""
+        named = [run for run in self.runs() if name_of(run.run_id) == name]
+        return max(named, key=lambda run: run.launched, default=None)
 
     def runs(self) -> Iterator[RememberedRun]:
         for path in self.paths.runs.glob("*.json"):

@@ -58,6 +58,18 @@ VERBS = {
 }
 
 
+HABITS = {
+    **dict.fromkeys(("log", "logs", "follow"), "tail"),
+    **dict.fromkeys(("run", "start", "submit"), "launch"),
+    **dict.fromkeys(("kill", "cancel", "rm"), "stop"),
+    **dict.fromkeys(("list", "ls", "runs"), "ps"),
+    **dict.fromkeys(("diagnose", "why", "debug"), "diag"),
+    **dict.fromkeys(("ssh", "shell", "enter"), "exec"),
+    **dict.fromkeys(("check", "preflight"), "doctor"),
+}
+"""What fingers type from other tools. Letters alone took `list` for `stop`."""
+
+
 class VerbCommand(TyperCommand):
     """Keeps the words after ``--`` apart from targets, and ends on Ctrl-C with 130."""
 
@@ -122,7 +134,9 @@ class VerbGroup(TyperGroup):
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             from orchestrator.inventory import nearest
 
-            ctx.fail(f"No such verb {args[0]!r}{nearest(args[0], VERBS)}")
+            meant = HABITS.get(args[0])
+            near = f"; here it is {meant!r}" if meant else nearest(args[0], VERBS, cutoff=0.6)
+            ctx.fail(f"No such verb {args[0]!r}{near}")
         return super().resolve_command(ctx, args)
 
 

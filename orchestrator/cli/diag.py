@@ -89,10 +89,12 @@ def _live(
     if as_json:
         output.emit({**place, **found.report.as_dict()})
     else:
+        where = f"{place['host']}/{place['ct']}"
         state = f": {place['state']}" if place.get("state") else ""
         # A container that was not asked may well have runs.
-        nobody = "an unknown run" if found.collected.error else "no run"
-        output.say(f"{place['run_id'] or nobody} on {place['host']}/{place['ct']}{state}\n")
+        nobody = "its runs are not known" if found.collected.error else "no run"
+        run_id = place["run_id"]
+        output.say(f"{run_id} on {where}{state}\n" if run_id else f"{where}: {nobody}\n")
         show(found.report, as_json=False)
     return 3 if found.unreachable else found.report.exit_code
 

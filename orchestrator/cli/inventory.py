@@ -13,6 +13,10 @@ from orchestrator.run import ask_all
 from orchestrator.target import everything, resolve
 
 app = typer.Typer(help="List, find and check hosts and containers.", no_args_is_help=True)
+EMPTY = (
+    "no container is known: dflashctl init writes an inventory, dflashctl inventory "
+    "discover HOST reads a host's; or give --host H --ct N"
+)
 app.command("discover", cls=VerbCommand)(discover)
 
 
@@ -31,21 +35,20 @@ def list_containers(inventory: InventoryOption = None, as_json: JsonOption = Fal
             gpus = ",".join(map(str, container.gpus))
             table.row(name, container.host, container.ct, gpus, " ".join(container.groups))
         if not known.containers:
-            output.say(
-                "no container is known: dflashctl init writes an inventory, dflashctl inventory "
-                "discover HOST reads a host's; or give --host H --ct N"
-            )
+            output.say(EMPTY)
 
 
 @app.command(cls=VerbCommand)
 def check(
     targets: Targets = None, inventory: InventoryOption = None, as_json: JsonOption = False
 ) -> None:
-    """Reach every container; exits 3 if one does not answer."""
+    """Reach every container; exits 3 if one does not answer, 4 if one is not running."""
     code = 0
     with open_session(inventory, ask=False, patient=False, as_json=as_json) as session:
         known = session.inventory
         chosen = resolve(known, targets) if targets else everything(known)
+        if not chosen and not as_json:
+            output.say(EMPTY)
         for asked in ask_all(session.fleet, chosen, limit=1):
             error = asked.error
             code = max(code, error.exit_code if error else 0)

@@ -15,7 +15,7 @@ Runs = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN|TARGET",
-        help="Run ids, inventory names or groups; default: the newest run.",
+        help="Run ids, your own runs' --name, inventory names, groups; default: the newest.",
         show_default=False,
     ),
 ]
@@ -23,7 +23,7 @@ OwnRuns = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN|TARGET",
-        help="Run ids, inventory names or groups; default: the newest run that you launched.",
+        help="Run ids, your own runs' --name, inventory names, groups; default: your newest.",
         show_default=False,
     ),
 ]

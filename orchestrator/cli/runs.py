@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 from typing import Annotated, Any
@@ -165,7 +166,7 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
         ("run", run.run_id),
         ("where", f"{ref.target.name} (host {ref.target.host.name}, container {ref.target.ct})"),
         ("state", run.ending()),
-        ("command", " ".join(map(str, answer.get("command") or []))),
+        ("command", shlex.join(map(str, answer.get("command") or []))),
         ("release", answer.get("release")),
         ("launched by", answer.get("who")),
         ("stopped by", _stopped_by(answer)),
@@ -181,7 +182,8 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
     ]
     for name, value in rows:
         if value not in (None, ""):
-            output.say(f"{name:<12} {value}")
+            # A program given as one word (python -c) has lines of its own.
+            output.say(f"{name:<12} {value}".replace("\n", f"\n{'':13}"))
     for line in run.last_lines:
         output.say(f"  | {line}")
 

@@ -72,5 +72,5 @@ CODES: dict[str, str] = {
     "checkpoint.partial": "an incomplete checkpoint",
     "checkpoint.mismatch": "a checkpoint of another config",
     "code.error": "a Python exception in the user's own code",
-    "unknown": "none of these",
+    "unknown": "no cause that is known here",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,6 +101,6 @@ def show(state: dict[str, Any], as_json: bool) -> None:
     for ct in state["containers"]:
         typer.echo(f"  {ct['ct']}  {ct['state']:8} {ct['name']:12} {ct['address'] or ''}".rstrip())
     typer.echo(f"inventory: {state['inventory']}")
-    if state["inventory"] != str(user_inventory()):
+    if state["inventory"] not in (str(user_inventory()), os.environ.get("DFLASHCTL_INVENTORY")):
         typer.echo(f"not among your own, so first: export DFLASHCTL_INVENTORY={state['inventory']}")
     typer.echo("try: dflashctl launch --host lab --ct 200 --no-push --follow -- uname -a")

@@ -74,7 +74,7 @@ def test_an_interpreter_that_the_container_lacks(ill: Lab, tmp_path: Path) -> No
     path.write_text(yaml.safe_dump(words))
     told = Cli(tmp_path / "elsewhere", path)("diag", "lab-303").stdout
 
-    assert "an unknown run on lab/303" in told
+    assert "lab/303: its runs are not known" in told
     assert "the container has no /opt/venv/bin/python" in told
     assert "`python:` of lab-303" in told
     assert not re.search(r"pve-cluster|not_started", told)

@@ -81,6 +81,12 @@ def test_a_container_that_reboots_under_tail(cli: Cli, lab: Lab, code: Path) -> 
     assert out.count("before") == 0
 
 
+def test_a_container_that_is_down_from_the_first_is_not_waited_for(cli: Cli) -> None:
+    done = cli("tail", "lab-202", code=4)
+    assert "the container is not running" in done.stderr and "pct start 202" in done.stderr
+    assert "trying again" not in done.stderr
+
+
 def test_the_last_lines_and_the_last_seconds(cli: Cli, code: Path) -> None:
     launch(cli, code, "seq 50; sleep 3; seq 51 55\n")
     cli("tail", code=0)

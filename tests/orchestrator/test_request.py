@@ -61,3 +61,14 @@ def test_what_ends_before_its_input_does_leaves_the_sender_free() -> None:
     threading.Timer(0.2, lambda: far.request.finish({})).start()
     far.request.feed([bytes(1 << 20)] * 4)
     assert far.sent <= FIRST_WINDOW
+
+
+def test_when_it_was_answered_is_not_when_the_answer_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock in an answer that waited behind a push of a minute looked a minute slow."""
+    request = Request(1, "preflight", lambda head, payload: None)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    request.finish({})
+    monkeypatch.setattr(time, "time", lambda: 1070.0)
+    assert request.result() == {} and request.answered == 1000.0

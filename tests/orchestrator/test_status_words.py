@@ -43,3 +43,10 @@ def test_a_run_that_ended_by_itself_was_stopped_by_nobody(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "stopped by" not in shown({"state": "finished", "exit": {"stop": None}}, capsys)
+
+
+def test_a_command_is_shown_as_it_can_be_typed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown({"state": "training", "command": ["bash", "-c", "echo a; exit 3"]}, capsys)
+    assert "command      bash -c 'echo a; exit 3'\n" in text
+    text = shown({"state": "training", "command": ["python", "-c", "import x\nx.go()"]}, capsys)
+    assert f"command      python -c 'import x\n{'':13}x.go()'\n" in text
