@@ -123,22 +123,22 @@ class Table:
     """Rows that are printed as they come, in columns of fixed width.
 
     The first column holds what one copies: it is never cut. It takes what a terminal has to spare,
-    and a cell too long for it stands on a line of its own. In a pipe each column is as wide as what
-    it may have to hold: what is yet to come is not known.
+    and a cell too long for it stands on a line of its own. In a pipe nothing is cut: the
+    first columns are as wide as the longest cell that may come.
     """
 
     LONGEST = 65
     """Of a run id: 40 of its name, which node, and when."""
 
-    def __init__(self, *columns: tuple[str, int], seconds: Sequence[str] = ()) -> None:
-        """:param seconds: what the second column will hold, where that is known."""
+    def __init__(self, *columns: tuple[str, int], longest: Sequence[int] = ()) -> None:
+        """:param longest: of the first columns' cells, as far as it is known before they come."""
         self._names = [name for name, _ in columns]
         self._widths = [width for _, width in columns]
         self._terminal = terminal_width()
         self._begun = False
         if self._terminal is None:
-            self._widths[0] = self.LONGEST
-            self._widths[1] = max([self._widths[1], *map(len, seconds)])
+            for at, width in enumerate(longest):
+                self._widths[at] = max(self._widths[at], width)
         else:
             spare = max(0, self._terminal - sum(self._widths) - len(columns) + 1)
             more = min(spare, self.LONGEST - self._widths[0])

@@ -31,6 +31,7 @@ from orchestrator.gpu_use import Looks, mean_use
 from orchestrator.launch import whoami
 from orchestrator.reconnect import reconnecting
 from orchestrator.run import Asked, RunRef, RunSummary, ask_all, seconds
+from orchestrator.state import LaptopState, RememberedRun
 from trainer.telemetry import compact, duration
 
 # 80 in all, with a blank between them.
@@ -57,7 +58,8 @@ def ps(
     """
     with open_session(inventory, ask=False, patient=False, as_json=as_json) as session:
         asked = session.targets_or_all(targets, host, ct)
-        table = output.Table(*COLUMNS)
+        names = max(len(target.name) for target in asked)
+        table = output.Table(*COLUMNS, longest=(output.Table.LONGEST, names))
         answers = []
         fields: dict[str, Any] = {} if every else {"limit": 5}
         for answer in ask_all(session.fleet, asked, Looks(session.fleet), **fields):
@@ -65,16 +67,25 @@ def ps(
             if not as_json:
                 _rows(table, answer)
         if as_json:
-            output.emit(_as_json(answers))
+            output.emit(_as_json(answers, _remembered(session.state, answers)))
         else:
-            _tell_rest(answers)
+            _tell_rest(answers, _remembered(session.state, answers))
     raise typer.Exit(_silent_code(answers))
 
 
-def _tell_rest(answers: list[Asked]) -> None:
-    """Below the table: why some are silent, once for all of a host; or that there is nothing."""
+def _tell_rest(answers: list[Asked], last: dict[str, RememberedRun]) -> None:
+    """Below the table: why some are silent, once for all of a host; or that there is nothing.
+
+    :param last: of each silent container, the newest run that this laptop launched there.
+    """
     for text in dict.fromkeys(str(answer.error) for answer in answers if answer.error):
         output.notice(text)
+    for name, run in last.items():
+        age = duration(max(0.0, time.time() - run.launched))
+        output.notice(
+            f"{name}: the last run that this laptop remembers there is {run.run_id}, launched "
+            f"{age} ago; how it stands is known once the container answers"
+        )
     if not any(answer.runs or answer.error for answer in answers):
         output.say("no runs; start one: dflashctl launch TARGET")
     live = [run for answer in answers for run in answer.runs if run.state == "training"]
@@ -83,6 +94,17 @@ def _tell_rest(answers: list[Asked]) -> None:
             f"no step of {', '.join(quiet)}: it writes no metrics.jsonl into $DFLASH_RUN_DIR; its "
             "own words: dflashctl tail RUN"
         )
+
+
+def _remembered(state: LaptopState, answers: list[Asked]) -> dict[str, RememberedRun]:
+    """By the container's name. Only a pointer: the container alone knows what became of it."""
+    silent = {(a.target.host.address, a.target.ct): a.target.name for a in answers if a.error}
+    found = {}
+    for run in sorted(state.runs(), key=lambda run: run.launched):
+        name = silent.get((run.target.host.address, run.target.ct))
+        if name is not None:
+            found[name] = run
+    return found
 
 
 def _silent_code(answers: list[Asked]) -> int:
@@ -119,7 +141,7 @@ def _silence(error: DflashctlError) -> str:
     return "unreachable" if isinstance(error, UnreachableError) else "unknown"
 
 
-def _as_json(answers: list[Asked]) -> dict[str, Any]:
+def _as_json(answers: list[Asked], last: dict[str, RememberedRun]) -> dict[str, Any]:
     runs = [
         {**run.as_json(answer.target), "gpu_use": answer.cards.get(run.run_id, [])}
         for answer in answers
@@ -129,6 +151,7 @@ def _as_json(answers: list[Asked]) -> dict[str, Any]:
         {
             **answer.target.place,
             "state": _silence(answer.error),
+            "remembered_run": last[name].run_id if (name := answer.target.name) in last else None,
             "error": answer.error.as_dict(),
         }
         for answer in answers

@@ -134,7 +134,10 @@ def test_stopped_under_a_run_it_is_not_running_and_then_failed_with_its_log(
         done = here("status", run_id, code=4)
         assert "the container is not running" in done.stderr and "pct start 301" in done.stderr
         gone = [one for one in here.json("ps")["unreachable"] if one["ct"] == 301]
-        assert [one["state"] for one in gone] == ["not running"]
+        assert [(one["state"], one["remembered_run"]) for one in gone] == [("not running", run_id)]
+        told = here("ps", "lab-301", code=4)
+        assert "lab-301 " in told.stdout and "not running" in told.stdout
+        assert f"last run that this laptop remembers there is {run_id}" in told.stderr
     finally:
         sick.start(301)
     found = here.json("status", run_id, code=1)

@@ -19,7 +19,7 @@ At = Callable[..., list[str]]
 def at(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> At:
     def rows(width: int | None, *rows: tuple[object, ...]) -> list[str]:
         monkeypatch.setattr(output, "terminal_width", lambda: width)
-        table = output.Table(*COLUMNS)
+        table = output.Table(*COLUMNS, longest=(output.Table.LONGEST, 26))
         for cells in rows:
             table.row(*cells)
         return capsys.readouterr().out.splitlines()
@@ -52,6 +52,9 @@ def test_a_pipe_gets_everything_on_one_line_each(at: At) -> None:
     lines = at(None, *ROWS)
     assert len(lines) == 3
     assert "a-very-long-container-name" in lines[2]
+    words = ("STATE", "training", "not running")
+    places = [line.index(word) for line, word in zip(lines, words, strict=True)]
+    assert len(set(places)) == 1, "a long id or name keeps its line in the columns"
 
 
 def test_nothing_is_printed_for_no_rows(at: At) -> None:
