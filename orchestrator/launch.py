@@ -183,6 +183,28 @@ def read_environment_file(path: Path) -> dict[str, str]:
     return found
 
 
+def take_secrets(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of this machine by name. A value among the words would be in its process list.
+
+    :raises UsageError: a name that is none, or that is not set here (never showing more of it).
+    """
+    found = {}
+    for name in names:
+        key = name.partition("=")[0]
+        if key != name or not key.isidentifier() or not key.isascii():
+            raise UsageError(
+                f"--secret {key!r} takes a variable's name alone",
+                next_step=f"export it here and give --secret {key}, or write it into an --env-file",
+            )
+        if key not in environment:
+            raise UsageError(
+                f"--secret {key}: this variable is not set here",
+                next_step=f"export {key} first, or write it into an --env-file",
+            )
+        found[key] = environment[key]
+    return found
+
+
 def check_log_link(path: str | None) -> None:
     """:raises UsageError: ``--log`` that is no absolute path."""
     if path is not None and not PurePosixPath(path).is_absolute():

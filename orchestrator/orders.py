@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -59,13 +60,16 @@ def make(
     log: str | None,
     force: bool,
     restarts: int,
+    secret: Sequence[str] = (),
 ) -> list[Order]:
     """One for each container, all under one run id. Nothing is reached.
 
+    :param secret: names of this machine's variables.
     :param release: None pushes nothing; ``config`` is then a path inside the container.
     """
     launching.check_log_link(log)
     secrets = launching.read_environment_file(laptop_path(env_file)) if env_file else {}
+    secrets |= launching.take_secrets(secret, os.environ)
     run_id = new_run_id(name)
     if config and release:
         config = releases.config_path(laptop_path(config), release.root)

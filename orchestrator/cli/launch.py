@@ -36,6 +36,14 @@ def launch(
         Path | None,
         typer.Option("--env-file", help="K=V lines, kept out of every record and command line."),
     ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--secret",
+            metavar="NAME",
+            help="Hand on this variable of your shell, as secretly as --env-file.",
+        ),
+    ] = None,
     log: Annotated[
         str | None,
         typer.Option("--log", metavar="PATH", help="Also link the log at this container path."),
@@ -100,6 +108,7 @@ def launch(
             name=name,
             env=tuple(env or ()),
             env_file=env_file,
+            secret=tuple(secret or ()),
             log=log,
             force=force,
             restarts=restarts,

@@ -27,6 +27,7 @@ class Wishes:
     name: str | None
     env: tuple[str, ...]
     env_file: Path | None
+    secret: tuple[str, ...]
     log: str | None
     force: bool
     restarts: int
@@ -54,6 +55,7 @@ def start(session: Session, targets: list[Target], opening: Opening | None, wish
             name=wishes.name,
             variables=launching.parse_environment(wishes.env),
             env_file=wishes.env_file,
+            secret=wishes.secret,
             log=wishes.log,
             force=wishes.force,
             restarts=wishes.restarts,

@@ -120,6 +120,22 @@ def test_variables_reach_the_run_and_secrets_no_record(
     assert "s3cr3t" not in shown and "TOKEN" in shown
 
 
+def test_a_secret_of_ones_shell_is_handed_on_by_its_name_and_seen_nowhere(
+    cli: Cli, lab: Lab, code: Path
+) -> None:
+    cli.extra["TOKEN"] = "s3cr3t value"
+    (code / "start_training.sh").write_text('echo "${#TOKEN}"; ps axww\n')
+    run_id = cli.json("launch", "lab-201", "--secret", "TOKEN", cwd=code)["run_id"]
+    until_over(cli, run_id)
+    folder = f"/workspace/dflashctl/runs/{run_id}"
+    assert files_in(lab, 201, f"{folder}/train.log").startswith("12\n")
+    records = lab.pct("exec", 201, "--", "sh", "-c", f"cat {folder}/*.json")
+    assert "TOKEN" in records and "s3cr3t" not in records
+    for wrong in ("TOKEN=s3cr3t", "NOT_SET"):
+        refused = cli("launch", "lab-201", "--secret", wrong, cwd=code, code=2).stderr
+        assert wrong.partition("=")[0] in refused and "s3cr3t" not in refused
+
+
 def test_a_second_launch_is_refused_while_the_first_lives(cli: Cli, code: Path) -> None:
     first = cli.json("launch", "lab-201", "--", "sleep", "60", cwd=code)["run_id"]
     refused = cli("launch", "lab-201", "--", "sleep", "60", cwd=code, code=4)
@@ -203,8 +219,9 @@ def test_dry_run_shows_what_would_be_sent_and_reaches_nothing(
     shown = cli("launch", "lab-200", "--dry-run", "--name", "demo", cwd=code, code=0).stdout
     assert "pct exec 200 --keep-env 0 -- /opt/dflash/python/bin/python -I -S -c LOADER" in shown
     assert '"command": ["bash", "start_training.sh"]' in shown
-    last = shown.splitlines()[-1]
-    assert "run.start" in last and '"python": "/opt/dflash/python/bin/python"' in last
+    start, last = shown.splitlines()[-2:]
+    assert last.endswith('release.prune {"keep": 10}')
+    assert "run.start" in start and '"python": "/opt/dflash/python/bin/python"' in start
     assert proxied.traffic()["connections"] == 0
 
 
