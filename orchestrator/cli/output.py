@@ -123,8 +123,8 @@ class Table:
     """Rows that are printed as they come, in columns of fixed width.
 
     The first column holds what one copies: it is never cut. It takes what a terminal has to spare,
-    and a cell too long for it stands on a line of its own. In a pipe nothing is cut: the
-    first columns are as wide as the longest cell that may come.
+    and a cell too long for it stands on a line of its own. In a pipe nothing is
+    cut: a column is as wide as the longest cell that is known to come, and grows with others.
     """
 
     LONGEST = 65
@@ -154,7 +154,9 @@ class Table:
 
     def _print(self, cells: Sequence[str]) -> None:
         first, *others = cells
-        if self._terminal is not None:
+        if self._terminal is None:
+            self._widths = [max(w, len(c)) for c, w in zip(cells, self._widths, strict=True)]
+        else:
             others = [fit(c, w) for c, w in zip(others, self._widths[1:], strict=True)]
             if len(first) > self._widths[0]:
                 say(first)

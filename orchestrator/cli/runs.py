@@ -58,8 +58,9 @@ def ps(
     """
     with open_session(inventory, ask=False, patient=False, as_json=as_json) as session:
         asked = session.targets_or_all(targets, host, ct)
+        ids = max((len(run_id) for run_id in session.state.run_ids()), default=0)
         names = max(len(target.name) for target in asked)
-        table = output.Table(*COLUMNS, longest=(output.Table.LONGEST, names))
+        table = output.Table(*COLUMNS, longest=(ids, names))
         answers = []
         fields: dict[str, Any] = {} if every else {"limit": 5}
         for answer in ask_all(session.fleet, asked, Looks(session.fleet), **fields):
