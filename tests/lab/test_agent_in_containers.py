@@ -73,6 +73,34 @@ def test_the_short_path_and_the_leaked_environment_do_not_reach_the_run(channel:
     assert (leaked, home) == ("0", "/root")
 
 
+LISTENING = r"""
+import glob, os, re
+for folder in glob.glob("/proc/[0-9]*"):
+    try:
+        command = open(f"{folder}/cmdline", "rb").read().split(b"\0")
+        if command[1:3] != [b"-I", b"-S"]:  # an agent or a supervisor
+            continue
+        links = [os.readlink(link) for link in glob.glob(f"{folder}/fd/*")]
+        print("seen", b"supervise" in command)
+        for kind, states in (("tcp", "0A"), ("tcp6", "0A"), ("udp", ""), ("udp6", "")):
+            for line in open(f"{folder}/net/{kind}").readlines()[1:]:
+                words = line.split()
+                if f"socket:[{words[9]}]" in links and words[3] in (states or words[3]):
+                    print("listens", command, line)
+    except OSError:
+        pass
+"""
+
+
+def test_neither_agents_nor_supervisors_listen_on_a_port(channel: Open) -> None:
+    inside, outside = channel(200), channel(None)
+    start(inside, "sleep", "60")
+    # The host sees every container's processes.
+    _, frames = outside.finish(outside.send("exec", command=["python3", "-c", LISTENING]))
+    lines = b"".join(payload for _, payload in frames).decode().splitlines()
+    assert {"seen True", "seen False"} == set(lines)
+
+
 def test_containers_do_not_see_each_other(channel: Open) -> None:
     one, other = channel(200), channel(201)
     assert one.hello()["boot_id"] != other.hello()["boot_id"]

@@ -53,6 +53,16 @@ def test_a_run_records_the_environment_it_began_with_and_no_secret(
     assert lab.pct("exec", 201, "--", "stat", "-c", "%a", path).strip() == "600"
 
 
+def test_two_runs_are_compared_by_what_each_began_with(cli: Cli, code: Path) -> None:
+    ids = []
+    for level in ("INFO", "WARN"):
+        words = ("--env", f"NCCL_DEBUG={level}", "--wait", "--", "sleep", "2")
+        ids.append(cli("launch", "lab-201", *words, cwd=code, code=0).stdout.split()[0])
+    found = json.loads(cli("env", "diff", *ids, "--json", code=0).stdout)
+    changed = [(d["key"], d["before"], d["after"]) for d in found["differences"]]
+    assert changed == [("$NCCL_DEBUG", "INFO", "WARN")]
+
+
 def wheel(folder: Path, name: str, version: str) -> Path:
     """The smallest wheel that pip installs."""
     path = folder / f"{name}-{version}-py3-none-any.whl"

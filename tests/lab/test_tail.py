@@ -50,6 +50,23 @@ def test_lines_are_whole_once_and_in_order_across_cuts(
     assert "trying again in" in err
 
 
+def test_every_line_of_every_attempt_comes_once_across_restarts_and_a_cut(
+    cli: Cli, proxied: Proxy, code: Path
+) -> None:
+    (code / "start_training.sh").write_text(
+        "for i in $(seq 20); do echo attempt $DFLASH_ATTEMPT line $i; sleep 0.1; done\n"
+        "[ $DFLASH_ATTEMPT = 2 ]\n"
+    )
+    run_id = cli.json("launch", "lab-201", "--restarts", "2", cwd=code)["run_id"]
+    process = cli.start("tail", run_id, "-n", "1000")
+    time.sleep(2.0)
+    proxied.cut()  # after the first failure comes a pause of 5 s
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    wanted = [f"attempt {attempt} line {i}" for attempt in (1, 2) for i in range(1, 21)]
+    assert own_lines(out) == wanted
+
+
 def test_a_silent_link_is_noticed_and_nothing_is_lost(cli: Cli, proxied: Proxy, code: Path) -> None:
     launch(cli, code, "for i in $(seq 40); do echo line $i; sleep 0.3; done\n")
     process = cli.start("tail", "-n", "100000")
