@@ -290,7 +290,9 @@ def _attempt(
     owner = {"user": whoami()}
     host = fleet.host(target.host) if gpus else None
     if host is not None:
-        lease.claim(host, target, order.run_id, gpus, owner, force=order.force)
+        taken = lease.claim(host, target, order.run_id, gpus, owner, force=order.force)
+        for words in taken:
+            notice(f"{target.name}: took over the lease of {words}")
     fleet.state.remember(order.run_id, target)
     diff = release.git.diff if release and release.git else b""
     fields = {**order.start_fields(target, release), **which, "more": True}

@@ -38,8 +38,8 @@ def claim(
     owner: dict[str, Any],
     *,
     force: bool,
-) -> None:
-    """Lease all of ``gpus`` or none; stale leases are taken over.
+) -> list[str]:
+    """Lease all of ``gpus`` or none; what was taken over from whom, and why.
 
     :raises RefusedError: leased by a run that lives, or used by a process; not under ``force``.
     """
@@ -49,7 +49,7 @@ def claim(
     )
     found = using.result()
     try:
-        leasing.result()
+        taken = leasing.result()["taken_over"]
     except RefusedError as error:
         held: Any = (
             error.__cause__.detail["leases"] if isinstance(error.__cause__, AgentError) else []
@@ -60,9 +60,10 @@ def claim(
             **target.place,
             run_id=run_id,
         ) from error.__cause__
+    told = [f"{_lease(one, found['gpus'])}: {one['why'] or 'it lives'}" for one in taken]
     if found.get("error"):
         # Without a driver on the host nothing can be told of its processes; the leases still hold.
-        return
+        return told
     busy = [
         one
         for one in found["processes"]
@@ -77,6 +78,7 @@ def claim(
             **target.place,
             run_id=run_id,
         )
+    return told
 
 
 def confirm(

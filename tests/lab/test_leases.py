@@ -65,6 +65,19 @@ def test_a_leased_gpu_is_refused_to_another_container_until_the_run_ends(
     cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
 
 
+def test_the_lease_of_a_run_that_was_killed_is_taken_over_and_told(
+    cli: Cli, lab: Lab, code: Path, processes: Path
+) -> None:
+    nap = f"4711.{os.getpid()}"
+    first = cli.json("launch", "lab-200", "--", "sleep", nap, cwd=code)["run_id"]
+    for words in (f"supervise .*/{first}$", f"^sleep {nap}$"):
+        lab.host(["pkill", "-KILL", "-f", words])
+    done = cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
+    took = rf"took over the lease of GPU 0 by \S+ for {first} in container 200"
+    assert re.search(took, done.stderr), done.stderr
+    assert "no process of its run is left" in done.stderr
+
+
 def test_a_refused_launch_claims_nothing(cli: Cli, code: Path, processes: Path) -> None:
     cli("launch", "lab-200", "--", "sleep", "60", cwd=code, code=0)
     cli("launch", "lab-200", "--", "sleep", "60", cwd=code, code=4)
