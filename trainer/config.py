@@ -150,6 +150,14 @@ class CheckpointConfig(Section):
     no held-out sample: the training steps since the last checkpoint decide instead."""
 
 
+class StageTimes(Section):
+    """What a microbatch takes each stage, in milliseconds: ``target_ms`` and ``drafter_ms`` of a
+    run's lines."""
+
+    target: float = Field(gt=0)
+    drafter: float = Field(gt=0)
+
+
 class PipelineConfig(Section):
     """Which device plays which part (``pipeline/plan.py``)."""
 
@@ -162,6 +170,8 @@ class PipelineConfig(Section):
     """Drafter workers."""
     devices: list[str] | Literal["auto"] = "auto"
     """Such as ``[cuda:0, cuda:1]``; targets first. A device may appear more than once."""
+    stage_ms: StageTimes | None = None
+    """Measured times by which ``auto`` splits the devices; null counts operations."""
     queue_depth: int = Field(2, ge=1)
     """Feature slots per drafter."""
     cuda_graph: bool = False

@@ -89,6 +89,10 @@ class StepLine(_Line):
     target_capacity: float | None = None
     """Context tokens a second if the targets never waited."""
     drafter_capacity: float | None = None
+    target_ms: float | None = None
+    """Milliseconds that a target was busy with a microbatch, the mean over the last steps; for
+    ``pipeline.stage_ms``."""
+    drafter_ms: float | None = None
     recommended_targets: int | None = None
     """Of the present devices: the split with the shortest period by these capacities."""
     recommended_drafters: int | None = None

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torch
 
 
 def read(targets: Usage, drafters: Usage) -> dict[str, float]:
-    gauge = Gauge()
+    gauge = Gauge(microbatches=4)
     gauge.read(0, 1.0, Usage(targets.workers), Usage(drafters.workers))
     return gauge.read(1000, 1.0, targets, drafters)
 
@@ -23,6 +23,8 @@ def test_idle_shares_and_capacities() -> None:
     assert (found["target_idle"], found["drafter_idle"]) == (0.5, 0.0)
     # 1000 tokens in 2 s of work by two; in 4 s by one.
     assert (found["target_capacity"], found["drafter_capacity"]) == (1000.0, 250.0)
+    # Four microbatches in one step.
+    assert (found["target_ms"], found["drafter_ms"]) == (500.0, 1000.0)
 
 
 @pytest.mark.parametrize(

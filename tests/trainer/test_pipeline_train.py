@@ -136,6 +136,7 @@ def test_without_torchrun_it_starts_its_own_ranks(home: Path, inline: list[float
     lines = steps(home / "own-ranks")
     assert [line.loss for line in lines] == pytest.approx(inline, rel=1e-4)
     assert lines[-1].recommended_targets is not None
+    assert lines[-1].target_ms and lines[-1].drafter_ms
 
 
 def test_a_signal_to_torchrun_saves_one_checkpoint_that_all_leave_after(home: Path) -> None:

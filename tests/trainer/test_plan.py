@@ -24,7 +24,8 @@ from trainer.pipeline.costs import (
     target_flop,
     target_memory,
 )
-from trainer.pipeline.plan import Costs, Device, PlanError, make_plan, recommend
+from trainer.pipeline.plan import make_plan
+from trainer.pipeline.split import Costs, Device, PlanError, recommend
 
 pytestmark = pytest.mark.torch
 
@@ -142,6 +143,19 @@ def test_auto_splits_eight_devices_by_cost_and_says_why(
     assert "counted" in plan.reason and "would take" in plan.reason
 
 
+def test_measured_times_decide_before_counted_ones() -> None:
+    """Two H200s took 192.3 and 240.8 ms: the target costs more of a drafter's time than counted."""
+    given = pipeline(stage_ms={"target": 192.3, "drafter": 240.8})
+    plan = make_plan(given, work(QWEN3_8B, microbatches=20), EIGHT)
+    assert (len(plan.targets), len(plan.drafters)) == (4, 4)
+    assert "a target 192.3 ms and a drafter 240.8 ms (measured)" in plan.reason
+    assert "(measured times)" in plan.table()
+    assert not any("stage_ms" in line for line in plan.advice)
+    counted = make_plan(pipeline(), work(QWEN3_8B, microbatches=20), EIGHT)
+    assert (len(counted.targets), len(counted.drafters)) == (3, 5)
+    assert any("pipeline.stage_ms" in line for line in counted.advice)
+
+
 def test_auto_keeps_to_splits_that_the_microbatches_allow_and_advises() -> None:
     plan = make_plan(pipeline(), work(QWEN3_8B, microbatches=4), EIGHT)
     assert (len(plan.targets), len(plan.drafters)) == (4, 4)
@@ -195,7 +209,7 @@ def test_the_table_shows_each_device_its_part_memory_and_cost() -> None:
     assert "of 141.0 GB" in lines[1] and lines[1].endswith("ms")
     assert "15 microbatches a step, 3 a drafter" in text
     assert "1 x 3072 x 20480 (125.8 MB each)" in text
-    assert "context tok/s at most (counted costs)" in text
+    assert "context tok/s at most (counted times)" in text
 
 
 def test_graphs_and_several_drafters_say_that_the_sum_waits_for_backward() -> None:

@@ -17,7 +17,8 @@ from trainer.drafter.config import DrafterConfig
 from trainer.head_loss import fast_head_loss
 from trainer.objective import FrozenTarget
 from trainer.pipeline.costs import TargetShape, Work
-from trainer.pipeline.plan import Device, Plan, make_plan
+from trainer.pipeline.plan import Plan, make_plan
+from trainer.pipeline.split import Device
 from trainer.pipeline.stages import DrafterStage, Job, MakeSharded, TargetStage
 from trainer.replica import DrafterReplica
 from trainer.sharded import ShardedDrafter

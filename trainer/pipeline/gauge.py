@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.pipeline.device import Meter
-from trainer.pipeline.plan import Costs, recommend
+from trainer.pipeline.split import Costs, recommend
 
 WINDOW = 20
 """Steps over which shares and capacities are averaged."""
@@ -46,7 +46,9 @@ class _Reading:
 class Gauge:
     """Fields of ``telemetry.StepLine`` that say which side waits for which."""
 
-    def __init__(self) -> None:
+    def __init__(self, microbatches: int) -> None:
+        """``microbatches`` of a step, over all drafters."""
+        self._microbatches = microbatches
         self._readings: deque[_Reading] = deque(maxlen=WINDOW + 1)
         self._tokens = 0
 
@@ -82,6 +84,8 @@ class Gauge:
             if busy > 0:
                 found[f"{name}_idle"] = round(idle / (busy + idle), 4)
                 found[f"{name}_capacity"] = round(tokens * after.workers / busy, 1)
+                passed = (len(self._readings) - 1) * self._microbatches
+                found[f"{name}_ms"] = round(busy / passed * 1e3, 3)
             if after.memory_gb:
                 found[f"{name}_memory_gb"] = round(after.memory_gb / after.workers, 2)
         return found | _recommended(found, now.target.workers, now.drafter.workers)

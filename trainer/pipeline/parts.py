@@ -90,7 +90,8 @@ class DrafterPart:
         self._receives: dict[int, Any] = {}
         self._posted = 0
         self._before: Fence | None = None
-        self.meter, self.gauge, self.round = Meter(device), Gauge(), round_
+        self.meter, self.round = Meter(device), round_
+        self.gauge = Gauge(plan.microbatches)
         self.share = self.deal.per_node // self.place.drafters
         alone = len(self.place.drafter_ranks()) == 1
         buckets = stage.gradients() if alone else stage.buckets()

@@ -3,9 +3,7 @@
     plan = make_plan(pipeline, work, devices)      # PlanError says why the impossible is impossible
     print(plan.table())
 
-``auto`` takes the split with the least time a microbatch: N targets and M drafters hand one over
-every max(target / N, drafter / M) seconds. Costs are counted operations; what the stages
-take in truth, and the split that this asks for, is in each step's line (``gauge.py``).
+How many devices play which part is ``split.py``'s.
 """
 
 from __future__ import annotations
@@ -19,18 +17,16 @@ from typing import Any
 import torch
 
 from trainer.config import PipelineConfig
-from trainer.errors import TrainerError
-from trainer.pipeline.costs import (
-    Work,
-    drafter_flop,
-    drafter_memory,
-    target_flop,
-    target_memory,
+from trainer.pipeline.costs import Work, drafter_memory, target_memory
+from trainer.pipeline.split import (
+    Costs,
+    Device,
+    PlanError,
+    SplitError,
+    split_devices,
+    stage_costs,
+    used_devices,
 )
-
-RATES = {"H200": 560e12, "H100": 530e12, "A100": 210e12, "cpu": 5e10}
-"""Operations a second that a stage reaches in bf16 (0.7 of what large products reach), by device
-name; only ratios matter for a split. Unlisted devices count as an A100."""
 
 MEMORY_SHARE = 0.92
 """Of a device: the rest is the driver's, the allocator's gaps and compiled kernels'."""
@@ -40,44 +36,6 @@ GRAPH_ADVICE = (
     " without it they do so while its backward pass goes on, which is faster where the kernels are"
     " long"
 )
-
-
-class PlanError(TrainerError):
-    """The devices cannot run what the config asks for."""
-
-    exit_code = 4
-
-
-class SplitError(PlanError):
-    """No devices could: the config contradicts itself."""
-
-    exit_code = 2
-
-
-@dataclass(frozen=True)
-class Device:
-    name: str
-    """As torch spells it: ``cuda:0``, ``cpu``."""
-    model: str = ""
-    memory_bytes: int | None = None
-    """Null where there is no limit worth planning with (a CPU)."""
-
-    @property
-    def rate(self) -> float:
-        known = [rate for part, rate in RATES.items() if part in f"{self.model} {self.name}"]
-        return known[0] if known else RATES["A100"]
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of one microbatch."""
-
-    target_s: float
-    drafter_s: float
-
-    def period(self, targets: int, drafters: int) -> float:
-        """Seconds from one microbatch to the next, with that many of each."""
-        return max(self.target_s / targets, self.drafter_s / drafters)
 
 
 @dataclass(frozen=True)
@@ -158,7 +116,7 @@ class Plan:
             f"{self.microbatches // (len(self.drafters) * self.nodes)} a drafter; "
             f"{self.queue_depth} feature slots a drafter, {b} x {s} x {width} "
             f"({self.slot_bytes / 1e6:.1f} MB each)",
-            f"expected {self.tokens_per_s:,.0f} context tok/s at most (counted costs)",
+            f"expected {self.tokens_per_s:,.0f} context tok/s at most ({self.costs.known} times)",
             f"split: {self.reason}",
             *([self.drafter_bytes.line(self.sharded)] if self.drafter_bytes else []),
             *(f"advice: {line}" for line in self.advice),
@@ -175,10 +133,6 @@ def visible_devices() -> list[Device]:
     return [Device(f"cuda:{i}", p.name, p.total_memory) for i, p in enumerate(found)]
 
 
-def counted_costs(work: Work, device: Device) -> Costs:
-    return Costs(target_flop(work) / device.rate, drafter_flop(work)[1] / device.rate)
-
-
 def make_plan(
     pipeline: PipelineConfig,
     work: Work,
@@ -188,9 +142,9 @@ def make_plan(
     """``devices`` are those present (default: ``visible_devices()``); the config may name fewer, or
     one twice. ``nodes`` run the same plan. Raises PlanError."""
     present = {d.name: d for d in (visible_devices() if devices is None else devices)}
-    used = _devices(pipeline, present)
-    costs = counted_costs(work, used[0])
-    targets, drafters, reason, advice = _split(pipeline, work, used, costs, nodes)
+    used = used_devices(pipeline, present)
+    costs = stage_costs(pipeline, work, used[0])
+    targets, drafters, reason, advice = split_devices(pipeline, work, used, costs, nodes)
     shards = len(drafters) * nodes
     if work.microbatches % shards:
         where = f" on {nodes} nodes" if nodes > 1 else ""
@@ -222,107 +176,6 @@ def make_plan(
         drafter_bytes=_both_ways(pipeline, work, shards),
         nodes=nodes,
     )
-
-
-def recommend(costs: Costs, devices: int) -> tuple[int, int]:
-    """(targets, drafters) of so many devices with the least time a microbatch; of equal ones the
-    one with more drafters, which need not wait for features."""
-    if devices < 2:
-        return 1, 1
-    splits = [(n, devices - n) for n in range(1, devices)]
-    return min(splits, key=lambda split: (costs.period(*split), split[0]))
-
-
-def _devices(pipeline: PipelineConfig, present: dict[str, Device]) -> list[Device]:
-    if pipeline.devices == "auto":
-        found = list(present.values())
-        return found[:1] if pipeline.executor == "inline" else found
-    missing = [name for name in pipeline.devices if name not in present and name != "cpu"]
-    if missing:
-        raise PlanError(
-            f"pipeline.devices names {', '.join(missing)}; present: {', '.join(present) or 'none'}",
-            next_step="name devices that are there, or say auto",
-        )
-    if not pipeline.devices:
-        raise SplitError("pipeline.devices is empty", next_step="name a device, or say auto")
-    present.setdefault("cpu", Device("cpu", "cpu"))
-    return [present[name] for name in pipeline.devices]
-
-
-Split = tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]]
-
-
-def _split(
-    pipeline: PipelineConfig, work: Work, used: list[Device], costs: Costs, nodes: int
-) -> Split:
-    names = [d.name for d in used]
-    fixed_targets = None if pipeline.targets == "auto" else pipeline.targets
-    fixed_drafters = None if pipeline.drafters == "auto" else pipeline.drafters
-    if pipeline.executor == "inline":
-        if (fixed_targets or 1, fixed_drafters or 1) != (1, 1):
-            raise SplitError(
-                f"executor inline runs one target and one drafter, not {fixed_targets or 1} and"
-                f" {fixed_drafters or 1}",
-                next_step="set pipeline.executor to threads or processes",
-            )
-        where = tuple(names[:1]), tuple(names[-1:])
-        return *where, "inline: one after the other", ()
-    if len(names) == 1:
-        n, m = fixed_targets or 1, fixed_drafters or 1
-        return tuple(names * n), tuple(names * m), f"all {n + m} workers share {names[0]}", ()
-    if fixed_targets is not None and fixed_drafters is not None:
-        n, m = fixed_targets, fixed_drafters
-        if n + m > len(names):
-            raise PlanError(
-                f"{n} targets and {m} drafters need {n + m} devices; there are {len(names)}",
-                next_step="list a device twice in pipeline.devices to share it, or ask for fewer",
-            )
-        return tuple(names[:n]), tuple(names[n : n + m]), "as configured", ()
-    return _choose(names, work.microbatches, costs, (fixed_targets, fixed_drafters), nodes)
-
-
-def _choose(
-    names: list[str],
-    microbatches: int,
-    costs: Costs,
-    fixed: tuple[int | None, int | None],
-    nodes: int,
-) -> Split:
-    targets, drafters = fixed
-    splits = [
-        (n, len(names) - n)
-        for n in range(1, len(names))
-        if targets in (None, n) and drafters in (None, len(names) - n)
-    ]
-    if not splits:
-        raise PlanError(
-            f"{len(names)} devices leave no room for"
-            f" {f'{targets} targets' if targets else f'{drafters} drafters'} and the other part",
-            next_step="ask for fewer, or list a device twice to share it",
-        )
-
-    def period(split: tuple[int, int]) -> tuple[float, int]:
-        return costs.period(*split), split[0]
-
-    allowed = [s for s in splits if microbatches % (s[1] * nodes) == 0]
-    best = min(splits, key=period)
-    n, m = min(allowed or splits, key=period)
-    advice = []
-    if allowed and best != (n, m):
-        gain = costs.period(n, m) / costs.period(*best)
-        advice.append(
-            f"{best[0]} + {best[1]} would be {gain:.2f} times as fast; it needs"
-            f" optimization.microbatches to be a multiple of {best[1] * nodes}"
-        )
-    others = sorted((s for s in splits if s != (n, m)), key=period)[:2]
-    reason = (
-        f"{n} + {m}: a microbatch costs a target {costs.target_s * 1e3:.1f} ms and a drafter"
-        f" {costs.drafter_s * 1e3:.1f} ms (counted), so one"
-        f" is done every {costs.period(n, m) * 1e3:.1f} ms"
-    )
-    for other in others:
-        reason += f"; {other[0]} + {other[1]} would take {costs.period(*other) * 1e3:.1f} ms"
-    return tuple(names[:n]), tuple(names[n:]), reason, tuple(advice)
 
 
 def _parts(targets: Sequence[str], drafters: Sequence[str]) -> dict[str, list[str]]:

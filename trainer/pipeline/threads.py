@@ -59,7 +59,7 @@ class ThreadsExecutor:
         self._dealt = 0
         self._first: int | None = None
         self._next = 0
-        self._gauge = Gauge()
+        self._gauge = Gauge(plan.microbatches)
         self._held_out = HeldOut(job.held_out)
 
     # -- Executor ---------------------------------------------------------------------------------

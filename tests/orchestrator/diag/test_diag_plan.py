@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.diag import Evidence, Report, diagnose
-from trainer.pipeline.plan import Costs, Plan
+from trainer.pipeline.plan import Plan
+from trainer.pipeline.split import Costs
 
 
 def plan(**changes: Any) -> str:
