@@ -237,7 +237,10 @@ def summary(paths: RunPaths, *, lines: int, stall_s: float | None = None) -> dic
     supervisor, ending = run.supervisor or {}, run.ending or {}
     state, reason = run.state()
     idle = run.idle()
-    patience = stall_s if stall_s is not None else run.patience(state)
+    patience = run.patience(state)
+    if stall_s is not None:
+        # Whoever thinks of steps with `--stall 2m` wants no alarm at each compile.
+        patience = max(stall_s, patience) if state in _SILENT else stall_s
     if run.alive and state in (*_SILENT, "training") and idle is not None and idle > patience:
         state = "stalled"
     return {

@@ -31,7 +31,9 @@ def watch(
     ] = alarm.DROP,
     stall: Annotated[
         str | None,
-        typer.Option("--stall", metavar="TIME", help="Silence that counts as a stall."),
+        typer.Option(
+            "--stall", metavar="TIME", help="Silence between steps that counts as a stall."
+        ),
     ] = None,
     webhook: Annotated[
         str | None,

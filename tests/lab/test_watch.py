@@ -139,6 +139,15 @@ def test_silence_is_a_stall_where_a_limit_says_so(cli: Cli, code: Path) -> None:
     assert told[-1]["state"] == "finished"
 
 
+def test_a_compile_may_be_silent_for_longer_than_that_limit(cli: Cli, code: Path) -> None:
+    compiling = """printf '{"event": "compiling", "time": %s}\\n' $(date +%s.%N) """
+    script = compiling + ">> $DFLASH_RUN_DIR/events.jsonl; sleep 4"
+    run_id = cli.json("launch", "lab-201", "--", "sh", "-c", script, cwd=code)["run_id"]
+    told = watched(cli("watch", run_id, "--every", "0.2s", "--stall", "1s", "--json", code=0))
+    assert {"compiling", "finished"} <= {event["state"] for event in told}
+    assert not [event for event in told if event["event"] == "stalled"]
+
+
 def test_more_runs_than_a_host_has_channels_are_all_watched_to_their_end(
     cli: Cli, code: Path
 ) -> None:
