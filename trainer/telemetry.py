@@ -100,7 +100,8 @@ class StepLine(_Line):
     """Peak device memory of a target's device, the mean over them; null on a CPU."""
     drafter_memory_gb: float | None = None
     transfer_s: float | None = None
-    """Copies of features between devices over the last steps, in seconds."""
+    """Copies of features between devices over the last steps, in seconds; null in processes, where
+    a send is not told apart from its wait for the receiver."""
     sum_wait_s: float | None = None
     """Seconds a step, over the last steps, that a drafter waited after its last backward pass for
     the sum of all drafters' gradients; null with one drafter."""

@@ -43,6 +43,14 @@ def test_the_split_that_the_measures_ask_for(
     assert (found["recommended_targets"], found["recommended_drafters"]) == split
 
 
+def test_copies_are_told_where_they_are_measured() -> None:
+    gauge = Gauge(microbatches=1)
+    nothing = Usage(1)
+    assert gauge.read(0, 1.0, nothing, nothing, transfer_s=1.0) == {}
+    assert gauge.read(9, 1.0, nothing, nothing, transfer_s=1.5)["transfer_s"] == 0.5
+    assert "transfer_s" not in read(Usage(1, busy_s=1.0), Usage(1, busy_s=1.0))
+
+
 def test_memory_is_told_where_devices_have_their_own() -> None:
     found = read(Usage(2, 1.0, 0.0, memory_gb=30.0), Usage(1, 1.0, 0.0, memory_gb=40.0))
     assert (found["target_memory_gb"], found["drafter_memory_gb"]) == (15.0, 40.0)

@@ -39,7 +39,7 @@ class _Reading:
     queue: float
     target: Usage
     drafter: Usage
-    transfer_s: float
+    transfer_s: float | None
     sum_wait_s: float | None
 
 
@@ -59,7 +59,7 @@ class Gauge:
         target: Usage,
         drafter: Usage,
         *,
-        transfer_s: float = 0.0,
+        transfer_s: float | None = None,
         sum_wait_s: float | None = None,
     ) -> dict[str, float]:
         """After a step of so many context tokens, with ``queue`` filled slots a drafter;
@@ -70,10 +70,10 @@ class Gauge:
         old, now = self._readings[0], self._readings[-1]
         if old is now:
             return {}
-        found = {
-            "transfer_s": round(now.transfer_s - old.transfer_s, 4),
-            "queue_depth": round(sum(r.queue for r in self._readings) / len(self._readings), 2),
-        }
+        queue_depth = sum(r.queue for r in self._readings) / len(self._readings)
+        found = {"queue_depth": round(queue_depth, 2)}
+        if now.transfer_s is not None and old.transfer_s is not None:
+            found["transfer_s"] = round(now.transfer_s - old.transfer_s, 4)
         if now.sum_wait_s is not None and old.sum_wait_s is not None:
             waited = now.sum_wait_s - old.sum_wait_s
             found["sum_wait_s"] = round(waited / (len(self._readings) - 1), 6)

@@ -1,8 +1,8 @@
 """How many devices play which part: the least time a microbatch, by counted or measured times.
 
 N targets and M drafters hand one over every max(target / N, drafter / M) seconds. Times are counted
-operations, or those of ``pipeline.stage_ms``: a run's lines hold what its stages took (``target_ms``
-and ``drafter_ms``) and the split that this asks for (``gauge.py``).
+operations, or those of ``pipeline.stage_ms``: a run's lines hold what its stages took
+(``target_ms``, ``drafter_ms``) and the split that this asks for (``gauge.py``).
 """
 
 from __future__ import annotations
