@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shutil
+import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,37 @@ def test_sync_installs_what_the_lock_file_has_and_shows_it_first(cli: Cli, tmp_p
     shown = cli("env", "sync", "lab-201", "--lock", lock, "--dry-run", code=0).stdout
     assert shown.endswith("tinypackage==1.2.3\n")
     assert cli("env", "diff", lock, "lab-201", "--json").stdout.count("tinypackage") == 1
+    cli("env", "sync", "lab-201", "--lock", lock, code=0)
+    assert cli("env", "diff", lock, "lab-201", code=0).stdout == "no difference\n"
+
+
+@pytest.fixture
+def uv(lab: Lab, index: None) -> Iterator[None]:
+    """Container 201 has uv too, which takes no notice of pip's configuration."""
+    tool = Path(sys.executable).with_name("uv")
+    if not tool.exists():
+        pytest.skip("uv is not beside this interpreter: pip install -e '.[dev]'")
+    there = lab.files(201) / "usr/local/bin/uv"
+    shutil.copy(tool, there)
+    lab.pct("exec", 201, "--", "mkdir", "-p", "/etc/uv")
+    put(lab, b"no-index = true\nfind-links = ['/srv/wheels']\n", "/etc/uv/uv.toml")
+    yield
+    there.unlink()
+
+
+@pytest.mark.usefixtures("uv")
+def test_where_uv_is_in_the_container_sync_goes_through_it(
+    cli: Cli, lab: Lab, tmp_path: Path
+) -> None:
+    made = wheel(tmp_path, "uvpackage", "4.5.6")
+    put(lab, made.read_bytes(), f"/srv/wheels/{made.name}")
+    lock = tmp_path / "lock.json"
+    cli("env", "freeze", "lab-201", "-o", lock, code=0)
+    wanted = json.loads(lock.read_text())
+    wanted["packages"]["uvpackage"] = "4.5.6"
+    lock.write_text(json.dumps(wanted))
+    shown = cli("env", "sync", "lab-201", "--lock", lock, "--dry-run", code=0).stdout
+    assert shown.startswith("/usr/local/bin/uv pip install --python /srv/python/")
     cli("env", "sync", "lab-201", "--lock", lock, code=0)
     assert cli("env", "diff", lock, "lab-201", code=0).stdout == "no difference\n"
 
