@@ -51,6 +51,11 @@ def read_saved(
     if log is not None:
         log = laptop_path(log)
         _must_be_there("--log", log, "give a saved log, such as `dflashctl pull` brings")
+        if probes is None and log.stat().st_size == 0:
+            raise UsageError(
+                f"--log {log} is empty: nothing can be read from it",
+                next_step="ask the container why the run said nothing: dflashctl diag RUN",
+            )
     values = read_probes(probes)
     return Evidence.from_log(log, values), values
 

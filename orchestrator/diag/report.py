@@ -23,7 +23,8 @@ def _lines(report: Report, width: int, colour: bool) -> Iterator[str]:
     serious = [f for f in report.findings if f.severity != "info"]
     remarks = [f for f in report.findings if f.severity == "info"]
     if report.healthy:
-        yield "Nothing is wrong."
+        # Not "nothing is wrong": a hang of three minutes is not named yet.
+        yield "Nothing wrong was found."
     for index, finding in enumerate(serious):
         if index:
             yield ""

@@ -49,7 +49,8 @@ def hang(e: Evidence) -> Iterator[Finding]:
             limit = _duration(max(MINIMUM, 10 * rhythm))
             yield e.found(
                 "run.hang",
-                f"silent for {silence:.0f} s; a hang is named after {limit}",
+                f"silent for {silence:.0f} s; a hang is named after {limit}; look before: "
+                "dflashctl attach",
                 at[:2],
                 "wait, or look at once: dflashctl status; dflashctl attach",
                 severity="info",

@@ -22,6 +22,7 @@ _UNREAD = r"(?:Syntax|Indentation|Tab)Error: "
 _FILE = re.compile(r'\s*File "([^"]+)", line (\d+)')
 # A kernel's error is noticed at a later call, a gradient's in one that names no line of the code.
 _LATE = re.compile(r"(?i)\bcuda\b|cudnn|cublas|device-side|accelerator|backward|inplace operation")
+_FILES = "Too many open files"
 LOOK_AT = {
     "KeyError": "print the keys there, before that line: was a column, field or setting renamed?",
     "AttributeError": "print the object's type there: is it None, or of another library's version?",
@@ -43,7 +44,12 @@ def code_error(e: Evidence) -> Iterator[Finding]:
         said = failure.message.splitlines()[0][:160] if failure.message else ""
         rank = f" on rank {failure.line.rank}" if failure.line.rank is not None else ""
         hint = "that line raised it: print what it uses before it, then launch again"
-        if failure.name in LOOK_AT:
+        if _FILES in failure.text:
+            hint = (
+                "ulimit -n 65536 in the start script, before the program; DataLoader workers: "
+                'torch.multiprocessing.set_sharing_strategy("file_system")'
+            )
+        elif failure.name in LOOK_AT:
             hint = LOOK_AT[failure.name]
         elif _LATE.search(failure.text):
             hint = "run one step on the CPU with one process: the traceback is then exact"

@@ -34,6 +34,7 @@ def raised(last: str) -> Finding:
         ("IndexError: list index out of range", "the length and the index"),
         ("NameError: name 'stpe' is not defined", "a slip in the code"),
         ("ZeroDivisionError: division by zero", "print the divisor"),
+        ("OSError: [Errno 24] Too many open files: 'x'", "ulimit -n 65536"),
         ("RuntimeError: the schedule has no stage 3", "that line raised it"),
     ],
 )
@@ -73,6 +74,12 @@ def test_a_folder_is_called_one(option: str, tmp_path: Path) -> None:
     given = {option: tmp_path}
     with pytest.raises(NotFoundError, match="that is a folder"):
         read_saved(given.get("--log"), given.get("--probes"), given.get("--from"))
+
+
+def test_an_empty_log_is_not_a_healthy_run(tmp_path: Path) -> None:
+    (tmp_path / "train.log").touch()
+    with pytest.raises(UsageError, match="is empty"):
+        read_saved(tmp_path / "train.log")
 
 
 def test_a_log_given_as_a_bundle_is_sent_to_the_right_option(tmp_path: Path) -> None:

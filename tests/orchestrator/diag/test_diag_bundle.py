@@ -160,7 +160,7 @@ def test_offline_on_a_healthy_log(capsys: pytest.CaptureFixture[str]) -> None:
     case = CASES / "flags-only"
 
     assert offline(case / "log.txt", case / "probes.json") == 0
-    assert capsys.readouterr().out == "Nothing is wrong.\n"
+    assert capsys.readouterr().out == "Nothing wrong was found.\n"
 
 
 def test_offline_saves_and_reads_a_bundle(

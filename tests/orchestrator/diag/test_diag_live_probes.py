@@ -366,7 +366,8 @@ def test_silence_is_told_before_it_is_a_hang(now: str, told: bool) -> None:
     found = report(log, run_state="training", now=now)
     assert found.healthy and found.exit_code == 0
     titles = [f.title for f in found.findings if f.code == "run.hang"]
-    assert titles == (["silent for 100 s; a hang is named after 10 min"] if told else [])
+    words = "silent for 100 s; a hang is named after 10 min; look before: dflashctl attach"
+    assert titles == ([words] if told else [])
 
 
 def test_a_run_that_validates_is_not_called_silent() -> None:

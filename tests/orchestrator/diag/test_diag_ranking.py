@@ -137,5 +137,5 @@ def test_colour_is_asked_for() -> None:
 def test_health_is_said() -> None:
     text = render(Report((finding("gpu.oom", 3, "info"),)))
 
-    assert text.startswith("Nothing is wrong.")
+    assert text.startswith("Nothing wrong was found.")
     assert "For the record" in text
