@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -146,6 +147,13 @@ class CheckpointStore:
             best.unlink(missing_ok=True)
         return aside
 
+    def check(self) -> None:
+        """Raise ``CheckpointError`` if what would be resumed is of another config, before a device
+        is touched; reads no tensor."""
+        path = self.newest()
+        if path is not None:
+            self._refuse_other(path, read_record(path)["fingerprint"])
+
     def load(self, path: Path) -> Loaded:
         """Raises ``CheckpointError`` unless it is whole and of this config."""
         record = read_record(path)
@@ -239,6 +247,11 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{path / STATE} cannot be read: {error}",
             next_step="resume from an earlier checkpoint of the run",
         ) from None
+    if not isinstance(record, dict) or not record.keys() >= {"step", "skipped", "fingerprint"}:
+        raise CheckpointError(
+            f"{path / STATE} is no checkpoint's: it lacks step, skipped or fingerprint",
+            next_step="name a folder checkpoints/step-… of a run",
+        )
     return record
 
 
@@ -251,6 +264,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             f"{path} is damaged or cut short: {error}",
             next_step="resume from an earlier checkpoint of the run",
         ) from None
+
+
+def fitting(state: dict[str, Any], kind: str, name: str, shape: Sequence[int]) -> Tensor:
+    """A tensor of a loaded checkpoint. Raises ``CheckpointError`` unless it is there and of this
+    shape: `copy_` would spread a single row over all."""
+    found = state[kind].get(name)
+    if found is not None and found.shape == torch.Size(shape):
+        return cast(Tensor, found)
+    has = "is absent" if found is None else f"has shape {tuple(found.shape)}"
+    raise CheckpointError(
+        f"{name} of {kind}.safetensors {has} in the checkpoint, the drafter's is {tuple(shape)}",
+        next_step=f"resume from another checkpoint of the run ({RESUME_VARIABLE})",
+    )
 
 
 def sync_tree(folder: Path) -> None:

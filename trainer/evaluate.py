@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from dataclasses import dataclass
@@ -158,19 +159,31 @@ def load_prompts(
         source = evaluation.prompts
     else:
         found, source = held_out, "the held-out share of the data"
-    encoded = [template.prompt(messages) for messages in found]
-    prompts = [tokens for tokens in encoded if len(tokens) <= room][: evaluation.count]
+    encoded = (template.prompt(messages) for messages in found)
+    fitting = (tokens for tokens in encoded if len(tokens) <= room)
+    prompts = list(itertools.islice(fitting, evaluation.count))
     if not prompts:
         raise DataError(
             f"there is no prompt to evaluate on: {source} has {len(found)},"
-            f" of which none has at most {room} tokens",
-            next_step="raise data.held_out, or name a file by evaluation.prompts",
+            f" of which none has at most {room} tokens"
+            f" (the target's positions less {evaluation.max_new_tokens} new tokens)",
+            next_step="raise data.held_out, name a file by evaluation.prompts, or decode fewer"
+            " tokens (evaluation.max_new_tokens)",
         )
     return prompts
 
 
-def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
-    """The best checkpoint of a run (else its newest), on held-out prompts."""
+def run_prompts(run: Run, evaluation: EvaluationConfig) -> list[list[int]]:
+    """What a run will be evaluated on. Asked for before its first step, so that nobody learns of a
+    file that is not there when the training is over."""
+    room = run.resolved.drafter.max_position_embeddings - evaluation.max_new_tokens
+    return load_prompts(evaluation, run.data.prompts, ChatTemplate(run.resolved.tokenizer), room)
+
+
+def evaluate_run(
+    run: Run, evaluation: EvaluationConfig, prompts: list[list[int]]
+) -> dict[str, Any]:
+    """The best checkpoint of a run (else its newest), on ``run_prompts``."""
     best = run.store.folder / "best"
     path = best.resolve() if best.is_symlink() else newest_of_run(run.store.folder)
     assert path is not None, "the loop always ends with a checkpoint"
@@ -183,9 +196,6 @@ def evaluate_run(run: Run, evaluation: EvaluationConfig) -> dict[str, Any]:
     if run.config.drafter.start == "target":
         run.start(drafter)
     drafter.to(device, model.dtype)
-    room = run.resolved.drafter.max_position_embeddings - evaluation.max_new_tokens
-    template = ChatTemplate(run.resolved.tokenizer)
-    prompts = load_prompts(evaluation, run.data.prompts, template, room)
     summary: dict[str, Any] = {"checkpoint": str(path)}
     stop = frozenset(stop_tokens(run.resolved.tokenizer, model.generation_config))
     limits = Limits(evaluation.max_new_tokens, stop, evaluation.temperature)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint import KINDS
+from trainer.checkpoint import KINDS, fitting
 from trainer.config import OptimizationConfig
 from trainer.flat_group import FlatGroup, Now
 from trainer.muon import MuonGroup, hidden_matrices
@@ -163,7 +163,7 @@ class MasterAdamW:
                     continue
                 parts = group.split(getattr(group, kind))
                 for name, part in zip(group.names, parts, strict=True):
-                    part.copy_(state[kind][name])
+                    part.copy_(fitting(state, kind, name, part.shape))
         for group in self.groups:
             if group.weight is not group.master:
                 group.weight.copy_(group.master)

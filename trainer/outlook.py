@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from trainer.config import TrainConfig
+from trainer.errors import ResourceError
 from trainer.pipeline.costs import TargetShape, Work
 from trainer.pipeline.plan import Plan, make_plan
 from trainer.resolve import Resolved
@@ -52,6 +53,28 @@ def plan_run(resolved: Resolved) -> Plan:
     """Devices and roles. Raises ``PlanError`` for what is impossible."""
     work = make_work(resolved, default_device())
     return make_plan(resolved.config.pipeline, work, nodes=node_count())
+
+
+def refuse_too_little(plan: Plan) -> None:
+    """Raises ``ResourceError`` for a CPU run that the machine's memory cannot hold; of GPUs
+    ``make_plan`` has spoken."""
+    for device, needed, there in plan.memory:
+        free = available_memory() if there is None else there
+        if needed > free:
+            raise ResourceError(
+                f"{device} would need about {needed / 1e9:.1f} GB and has {free / 1e9:.1f} GB",
+                next_step="lower optimization.rows, data.sequence_length or data.anchors",
+            )
+
+
+def available_memory() -> int:
+    """Bytes that the machine and this process's cgroup allow."""
+    names = ("memory.max", "memory/memory.limit_in_bytes")
+    limits = [Path("/sys/fs/cgroup") / name for name in names]
+    texts = [path.read_text(encoding="ascii").strip() for path in limits if path.is_file()]
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = [int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:")]
+    return min([*free, *(int(text) for text in texts if text.isdigit())])
 
 
 def node_count() -> int:

@@ -28,7 +28,13 @@ from trainer.drafter.model import Drafter
 from trainer.feature_cache import CachedTarget, Recall
 from trainer.head_loss import HeadLoss, fast_head_loss
 from trainer.objective import FrozenTarget
-from trainer.outlook import data_folder, default_device, plan_run, run_folder
+from trainer.outlook import (
+    data_folder,
+    default_device,
+    plan_run,
+    refuse_too_little,
+    run_folder,
+)
 from trainer.pipeline.inline import InlineExecutor
 from trainer.pipeline.place import Place
 from trainer.pipeline.plan import Plan
@@ -209,6 +215,7 @@ def open_run(resolved: Resolved) -> Opened:
     """Raises ``PlanError`` or ``ConfigError``; once ``started`` is written, nothing."""
     config = resolved.config
     plan = plan_run(resolved)
+    refuse_too_little(plan)
     place = Place.from_environment(plan) if plan.executor == "processes" else None
     folder = run_folder(config)
     follows = place is not None and not place.leads
@@ -271,6 +278,8 @@ def prepare_run(opened: Opened) -> Run:
             path, resolved.drafter, weights, verifier=config.target.model
         ),
     )
+    if leads:
+        store.check()
     lock = CompileLock(policy=config.pipeline.recompile, event=writer.event)
     return Run(resolved, folder, writer, targets, data, batches, held_out, lock, store, plan, leads)
 

@@ -30,7 +30,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from trainer.buckets import Finished
-from trainer.checkpoint import KINDS
+from trainer.checkpoint import KINDS, fitting
 from trainer.config import OptimizationConfig, TrainConfig
 from trainer.data.batch import Batch
 from trainer.drafter.by_layer import compile_parts
@@ -253,7 +253,7 @@ class ShardedAdamW:
                 if loaded is None:
                     whole = torch.empty(part.shape, dtype=part.dtype, device=self.device)
                 else:
-                    whole = loaded[kind][name].to(self.device, part.dtype)
+                    whole = fitting(loaded, kind, name, part.shape).to(self.device, part.dtype)
                 broadcast(whole)
                 mine = distribute_tensor(whole, part.device_mesh, [Shard(0)], src_data_rank=None)
                 part.to_local().copy_(mine.to_local())

@@ -14,7 +14,7 @@ import torch
 from trainer.checkpoint import newest_step
 from trainer.config import TrainConfig
 from trainer.errors import NonFiniteError
-from trainer.evaluate import evaluate_run
+from trainer.evaluate import evaluate_run, run_prompts
 from trainer.optimize import learning_rate
 from trainer.pipeline.stages import Executor, StepResult, Sums
 from trainer.resolve import resolve
@@ -31,9 +31,11 @@ def train(config: TrainConfig) -> int:
         event = opened.writer.event
         try:
             run = prepare_run(opened)
+            wanted = config.evaluation if run.leads else None
+            prompts = [] if wanted is None else run_prompts(run, wanted)
             loop(run, signals)
-            if config.evaluation is not None and run.leads:
-                evaluate_run(run, config.evaluation)
+            if wanted is not None:
+                evaluate_run(run, wanted, prompts)
         except Stopped as stop:
             done = newest_step(opened.folder / "checkpoints")
             event("stopped", step=done, signal=str(stop))

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import CheckpointStore, drafter_folder, newest_of_run, newest_step
+from trainer.checkpoint import (
+    CheckpointStore,
+    drafter_folder,
+    fitting,
+    newest_of_run,
+    newest_step,
+)
 from trainer.config import CheckpointConfig, TargetConfig
 from trainer.errors import CheckpointError, ResourceError
 
@@ -76,6 +82,30 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
         store.load(path)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         store.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"w": torch.zeros(1, 2)}, r"w of average\.safetensors has shape \(1, 2\).* is \(3, 2\)"),
+        ({}, r"w of average\.safetensors is absent in the checkpoint"),
+    ],
+)
+def test_tensors_of_another_shape_are_named_and_not_spread_over_the_drafters(
+    tensors: dict[str, torch.Tensor], says: str
+) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        fitting({"average": tensors}, "average", "w", (3, 2))
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"step": 3}', "{"])
+def test_a_record_that_is_no_checkpoints_is_named(tmp_path: Path, text: str) -> None:
+    store = make_store(tmp_path / "c")
+    path = store.save(3, state(1.0))
+    (path / "state.json").write_text(text)
+    for look in (store.check, lambda: store.load(path), lambda: drafter_folder(path)):
+        with pytest.raises(CheckpointError, match=r"state\.json"):
+            look()
 
 
 KILLED_WHILE_SAVING = """

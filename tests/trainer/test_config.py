@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_target import make_tokenizer, run_config, save_target
+import yaml
+from tiny_target import make_home, make_tokenizer, run_config, save_target
 from transformers import FalconConfig, GPT2Config, LlamaConfig
 
 from trainer.__main__ import main
@@ -15,6 +16,10 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.resolve import resolve
 
 pytestmark = pytest.mark.torch
+
+
+def make_prompts(path: str) -> dict[str, Any]:
+    return {"prompts": [{"kind": "self", "count": 4}, {"kind": "file", "path": path}]}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,7 @@ def message(folder: Path, **changes: Any) -> str:
         ({"data": {"files": []}}, "nothing to learn from"),
         ({"nonsense": 3}, "nonsense: unknown key"),
         ({"pipeline": {"targets": 0}}, "targets is 0"),
+        ({"optimization": {"learning_rate": float("inf")}}, "learning_rate: Input should be a fin"),
     ],
 )
 def test_every_problem_is_named_with_its_field(
@@ -193,3 +199,42 @@ def test_check_says_what_would_happen(home: Path, capsys: pytest.CaptureFixture[
 def test_a_mask_token_is_one_that_no_text_uses(home: Path) -> None:
     found = resolve(parse_config(run_config(home), source="t", base=home))
     assert found.drafter.mask_token_id == found.tokenizer.mask_token_id
+
+
+def test_data_without_a_line_is_no_good_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_target(tmp_path / "target")
+    (tmp_path / "chats.jsonl").write_text("")
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(run_config(tmp_path)))
+    assert main(["data", "check", str(path)]) == 2
+    assert "no line can be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({"evaluation": {"prompts": "gone.jsonl"}}, 2, "no data file"),
+        ({"evaluation": {}, "data": {"held_out": 0.0}}, 2, "no prompt to evaluate on"),
+        ({"evaluation": {"max_new_tokens": 300}}, 2, "evaluation.max_new_tokens"),
+        ({"data": {"files": ["gone.jsonl"]}}, 2, "no data file"),
+        ({"data": {"make": make_prompts("gone.jsonl")}}, 2, "no data file"),
+        ({"optimization": {"rows": 10**7}}, 4, "would need about"),
+    ],
+)
+def test_what_would_fail_at_the_end_fails_before_the_first_step(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    code: int,
+    says: str,
+) -> None:
+    make_home(tmp_path)
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(run_config(tmp_path, **changes)))
+    assert main(["train", str(path)]) == code
+    caught = capsys.readouterr()
+    assert says in caught.err
+    assert "step " not in caught.out
+    assert not (tmp_path / "run" / "data" / "prompts-0.jsonl").exists()

@@ -52,6 +52,11 @@ def read(path: Path, *lines: str) -> list[Conversation | Rejection]:
         ('{"messages": [{"role": "robot", "content": "x"}]}', "role is 'robot'"),
         ('{"messages": [{"role": "user", "content": 7}]}', "content is no text"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "nobody asks"),
+        # An emoji cut in two: JSON lets it through, no tokenizer takes it.
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half a surrogate pair"),
+        ('{"prompt": "\\ud83d"}', "half a surrogate pair"),
+        ('{"prompt": ' + "9" * 5000 + "}", "not read"),
+        ("[" * 100_000, "not read"),
     ],
 )
 def test_a_bad_line_is_left_out_with_its_number_and_reason(
@@ -77,7 +82,11 @@ def test_gzip_and_bare_prompts_are_read(tmp_path: Path) -> None:
 
 def test_a_cut_archive_and_an_absent_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "cut.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 100)[:-20])
+    whole = gzip.compress(b'{"prompt": "x"}\n' * 100)
+    path.write_bytes(whole[:20] + b"\xff" * 8 + whole[28:])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz"):
+        list(read_conversations(str(path)))
+    path.write_bytes(whole[:-20])
     with pytest.raises(DataError, match=r"cut\.jsonl\.gz"):
         list(read_conversations(str(path)))
     with pytest.raises(DataError, match="no data file"):
@@ -114,10 +123,22 @@ def test_both_ways_agree() -> None:
     assert np.array_equal(ways[0].supervised, ways[1].supervised)
 
 
-def test_a_template_that_rewrites_earlier_turns_stops_clearly() -> None:
+def test_a_template_that_rewrites_earlier_turns_stops_clearly(tmp_path: Path) -> None:
     rewriting = "{{ messages | length }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="generation"):
         ChatTemplate(make_tokenizer(rewriting)).encode([USER, ANSWER])
+    # And with the line, which may be the only one of its kind.
+    write_chats(tmp_path / "chats.jsonl", 1)
+    config = parse_config(run_config(tmp_path), source="t", base=tmp_path)
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*rewrites earlier turns"):
+        check_files(config, make_tokenizer(rewriting))
+
+
+@pytest.mark.parametrize("marker", ["{%generation %}", "{%-   generation -%}", "{%+ generation %}"])
+def test_markers_are_seen_however_they_are_written(marker: str) -> None:
+    template = MARKED_TEMPLATE.replace("{% generation %}", marker)
+    assert supervised_text(template, [USER, ANSWER]) == "yes</s>"
+    assert ChatTemplate(make_tokenizer(template)).has_markers
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE], ids=["prefixes", "markers"])

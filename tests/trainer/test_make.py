@@ -251,6 +251,30 @@ def test_labels_may_be_the_targets_first_choice_given_the_text_before(tmp_path: 
         assert labels[1:].tolist() != tokens[1:].tolist()
 
 
+def test_the_target_labels_no_more_of_a_long_sample_than_a_row_holds(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "long " * 80}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    model, read = make_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    tree = run_config(tmp_path, objective={"labels": "target"}, data={"held_out": 0.0})
+    config = parse_config(tree, source="t", base=tmp_path)
+    found = prepare(config, tmp_path / "d", make_tokenizer(), lambda: model, lambda _: None)
+    assert read == [config.data.sequence_length]
+    assert len(found.train.labels) == len(found.train.tokens) > 400
+
+
+def test_a_kill_before_the_folder_was_marked_is_no_other_config(tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats.jsonl", 6)
+    folder = tmp_path / "d"
+    folder.mkdir()
+    (folder / "key").touch()
+    config = parse_config(run_config(tmp_path), source="t", base=tmp_path)
+    prepare(config, folder, make_tokenizer(), lambda: None, lambda _: None)
+    assert (folder / "key").read_text()
+
+
 def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
     save_target(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')

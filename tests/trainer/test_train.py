@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_target import make_home, run_config
+from transformers import GPT2Config
 from warm_trainer import ROOT, Trainer, wait_for
 
+from trainer.__main__ import main
 from trainer.telemetry import read_events, read_steps
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -178,3 +180,48 @@ def test_a_checkpoint_is_evaluated_and_exported_by_command(home: Path, whole: Pa
         assert process.wait() == 0, process.said()
     for form in ("zlab", "speculators"):
         assert (home / form / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["export", "CHECKPOINT", "HOME/chats.jsonl"], "is no empty folder"),
+        (["evaluate", "CHECKPOINT", "--prompts", "HOME/gone.jsonl"], "no data file"),
+        (
+            ["evaluate", "CHECKPOINT", "--prompts", "HOME/chats.jsonl", "--json", "HOME/gone/x"],
+            "folder there is",
+        ),
+        (
+            ["evaluate", "CHECKPOINT", "--prompts", "HOME/chats.jsonl", "--temperature", "nan"],
+            "--temperature 0",
+        ),
+        (
+            ["evaluate", "CHECKPOINT", "--prompts", "HOME/chats.jsonl", "--target", "HOME/gpt2"],
+            "rope_theta: the drafter has 10000.0, the target None",
+        ),
+    ],
+)
+def test_a_command_that_cannot_end_well_says_so_before_it_works(
+    home: Path, whole: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    GPT2Config(vocab_size=264, n_embd=32, n_layer=6, n_head=4).save_pretrained(home / "gpt2")
+    checkpoint = str((whole / "checkpoints" / "best").resolve())
+    given = [w.replace("CHECKPOINT", checkpoint).replace("HOME", str(home)) for w in words]
+    assert main(given) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_checkpoint_whose_tensors_have_another_shape_is_not_resumed(
+    home: Path, whole: Path
+) -> None:
+    """Copied, one row would have spread over the whole matrix."""
+    narrow = home / "narrow"
+    shutil.copytree((whole / "checkpoints" / "best").resolve(), narrow)
+    tensors = load_file(narrow / "master.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"][:1].contiguous()
+    save_file(tensors, narrow / "master.safetensors")
+    config = write_config(home, "shapes")
+    with Trainer(home / "shapes.log", "train", config, DFLASH_RESUME=str(narrow)) as process:
+        assert process.wait() == 2, process.said()
+    assert "fc.weight of master.safetensors has shape (1, 32)" in process.said()
+    assert "\nstep " not in process.said()

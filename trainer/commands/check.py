@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 
 from trainer.config import load_config
-from trainer.errors import ResourceError
-from trainer.outlook import plan_run, run_folder
+from trainer.outlook import plan_run, refuse_too_little, run_folder
 from trainer.resolve import Resolved, resolve
 from trainer.telemetry import say
 
@@ -19,25 +17,9 @@ def check(options: Namespace) -> int:
         say(line)
     plan = plan_run(resolved)
     say(plan.table())
-    for device, needed, there in plan.memory:
-        free = available_memory() if there is None else there
-        if needed > free:
-            raise ResourceError(
-                f"{device} would need about {needed / 1e9:.1f} GB and has {free / 1e9:.1f} GB",
-                next_step="lower optimization.rows, data.sequence_length or data.anchors",
-            )
+    refuse_too_little(plan)
     say("good: nothing stands in the way of `python -m trainer train`")
     return 0
-
-
-def available_memory() -> int:
-    """Bytes that the machine and this process's cgroup allow."""
-    names = ("memory.max", "memory/memory.limit_in_bytes")
-    limits = [Path("/sys/fs/cgroup") / name for name in names]
-    texts = [path.read_text(encoding="ascii").strip() for path in limits if path.is_file()]
-    meminfo = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    free = [int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:")]
-    return min([*free, *(int(text) for text in texts if text.isdigit())])
 
 
 def describe(resolved: Resolved) -> list[str]:

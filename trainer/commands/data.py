@@ -47,6 +47,9 @@ def _check_data(resolved: Resolved) -> int:
     for item in rejected:
         say(f"{item.where}: {item.reason}")
     say(f"{len(rejected)} lines are left out")
-    if not report["samples"]["samples"] and not report["prompts"] and rejected:
-        raise DataError("no line can be used", next_step="mend the lines named above")
+    made = config.data.make.prompts if config.data.make else []
+    invented = any(source.kind == "self" for source in made)
+    if not (report["samples"]["samples"] or report["prompts"] or invented):
+        todo = "mend the lines named above" if rejected else "the files are empty; name others"
+        raise DataError("no line can be used", next_step=todo)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 from trainer.checkpoint import drafter_folder
@@ -19,8 +20,14 @@ from trainer.telemetry import say
 
 def evaluate(options: Namespace) -> int:
     """A checkpoint (or an exported drafter) on prompts from a file."""
-    if options.count < 1 or options.max_new_tokens < 2 or options.temperature < 0:
+    sane = options.temperature >= 0 and math.isfinite(options.temperature)
+    if options.count < 1 or options.max_new_tokens < 2 or not sane:
         raise ConfigError("--count is at least 1, --max-new-tokens 2, --temperature 0")
+    if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
+        raise ConfigError(
+            f"--json: {options.json} cannot be written",
+            next_step="name a file in a folder there is",
+        )
     folder, trained_for = drafter_folder(options.checkpoint)
     config, weights = drafter_format.load(folder)
     target = trained_for
@@ -40,15 +47,17 @@ def evaluate(options: Namespace) -> int:
             next_step="name the target that it was trained for by --target",
         )
     device = default_device()
+    wanted = EvaluationConfig(
+        prompts=options.prompts, count=options.count, max_new_tokens=options.max_new_tokens
+    )
     tokenizer = load_tokenizer(target)
+    room = config.max_position_embeddings - options.max_new_tokens
+    prompts = load_prompts(wanted, [], ChatTemplate(tokenizer), room)
     model = load_model(target, device)
     drafter = Drafter(config)
     drafter.load_state_dict(weights)
     drafter.to(device, model.dtype)
     frozen = frozen_weights(model).to(device, model.dtype)
-    wanted = EvaluationConfig(prompts=options.prompts, count=options.count)
-    room = config.max_position_embeddings - options.max_new_tokens
-    prompts = load_prompts(wanted, [], ChatTemplate(tokenizer), room)
     stop = frozenset(stop_tokens(tokenizer, model.generation_config))
     limits = Limits(options.max_new_tokens, stop, options.temperature)
     pairs = evaluate_prompts(model, drafter, frozen, prompts, limits, options.seed)

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainer.packaged import PACKAGE, packaged_file
 
 ROLES = {"system", "user", "assistant", "tool"}
 Messages = list[dict[str, str]]
+NO_TEXT = "holds half a surrogate pair, which no tokenizer takes"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
                     yield where, Rejection(where, "not UTF-8")
                 except json.JSONDecodeError as error:
                     yield where, Rejection(where, f"not JSON: {error.msg} at column {error.colno}")
-    except (OSError, EOFError) as error:
+                except (ValueError, RecursionError) as error:
+                    # Numbers of thousands of digits, brackets thousands deep.
+                    yield where, Rejection(where, f"not read: {first_line(error)}")
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(
             f"cannot read {file} after line {number}: {error}",
             next_step="fetch or write the file again",
@@ -119,6 +124,15 @@ def _parquet_lines(file: Path) -> Iterator[tuple[str, Any]]:
         ) from None
 
 
+def is_text(text: str) -> bool:
+    """False for what JSON lets through and no encoder takes: an emoji cut in two, ``\\ud83d``."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def parse_line(value: Any, where: str, template: str) -> Conversation | Rejection:
     """One parsed line as a conversation, or why not."""
     if not isinstance(value, dict):
@@ -127,6 +141,8 @@ def parse_line(value: Any, where: str, template: str) -> Conversation | Rejectio
         prompt = value.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
             return Rejection(where, "has neither `messages` nor a `prompt`")
+        if not is_text(prompt):
+            return Rejection(where, f"`prompt` {NO_TEXT}")
         user = template.replace("{prompt}", prompt.strip("\n"))
         return Conversation([{"role": "user", "content": user}], where)
     messages = value["messages"]
@@ -141,6 +157,8 @@ def parse_line(value: Any, where: str, template: str) -> Conversation | Rejectio
             return Rejection(where, f"messages[{index}].role is {role!r}")
         if not isinstance(content, str):
             return Rejection(where, f"messages[{index}].content is no text")
+        if not is_text(content):
+            return Rejection(where, f"messages[{index}].content {NO_TEXT}")
         clean.append({"role": role, "content": content})
     if all(m["role"] == "assistant" for m in clean):
         return Rejection(where, "nobody asks anything")

@@ -113,6 +113,7 @@ def prepare(
     if found is not None:
         say(f"data: {folder} is complete: {_line(found.report)}")
         return found
+    check_sources(config)
     _make_folder(folder, config)
     rejected: list[Rejection] = []
     samples = list(_from_files(config, tokenizer, rejected))
@@ -146,7 +147,7 @@ def prepare(
             next_step="`python -m trainer data check CONFIG` shows each rejected line",
         )
     if config.objective.labels == "target":
-        relabel(usable, model(), say)
+        relabel(usable, model(), say, config.data.sequence_length)
     _write_prompts(folder, asked, config.data.held_out)
     _write(config, folder, usable, rejected)
     prepared = load_prepared(config, folder)
@@ -155,6 +156,16 @@ def prepare(
     for reason, count in list(prepared.report["rejected"]["reasons"].items())[:5]:
         say(f"data: left out {count}: {reason}")
     return prepared
+
+
+def check_sources(config: TrainConfig) -> None:
+    """Raises ``DataError`` for a file that cannot be read, before the target writes for hours."""
+    made = config.data.make.prompts if config.data.make else []
+    asked = [config.evaluation.prompts] if config.evaluation else []
+    prompts = [source.path for source in made if source.kind == "file"]
+    for path in [*config.data.files, *prompts, *asked]:
+        if path is not None:
+            next(read_conversations(path), None)
 
 
 def feature_file(folder: Path, model: Any, layer_ids: tuple[int, ...]) -> FeatureFile:
@@ -168,12 +179,15 @@ def _make_folder(folder: Path, config: TrainConfig) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         marker = folder / "key"
-        if marker.exists() and marker.read_text(encoding="utf-8") != data_key(config):
+        known = marker.read_text(encoding="utf-8") if marker.exists() else ""
+        # Empty: killed while it was written.
+        if known not in ("", data_key(config)):
             raise DataError(
                 f"{folder} holds unfinished data of another config",
                 next_step="choose another data.folder, or delete that one",
             )
-        marker.write_text(data_key(config), encoding="utf-8")
+        if not known:
+            marker.write_text(data_key(config), encoding="utf-8")
     except OSError as error:
         raise DataError(
             f"cannot write to data.folder {folder}: {error.strerror}",
@@ -198,6 +212,10 @@ def _from_files(
                     encoded = template.encode(item.messages)
                 except RefusedError as error:
                     rejected.append(Rejection(item.where, error.what))
+                except DataError as error:
+                    raise DataError(
+                        f"{item.where}: {error.what}", next_step=error.next_step
+                    ) from None
                 else:
                     yield _Sample(item.where, item.key, item.prompt, encoded)
 
@@ -238,15 +256,17 @@ def supervise_everything(samples: list[_Sample], template: ChatTemplate) -> list
     return changed
 
 
-def relabel(samples: list[_Sample], model: Any, say: Say) -> None:
-    """The target's first choice at each place, given the sample's own tokens before it."""
+def relabel(samples: list[_Sample], model: Any, say: Say, length: int) -> None:
+    """The target's first choice at each place, given the sample's own tokens before it. What lies
+    beyond a row's ``length`` is never asked for, and the logits of a book would fit nowhere."""
     progress = Progress("labels", len(samples), say)
     tokens = 0
     for done, sample in enumerate(samples, start=1):
-        read = torch.from_numpy(sample.encoded.tokens.astype(np.int64))[None].to(model.device)
+        own = sample.encoded.tokens
+        read = torch.from_numpy(own[:length].astype(np.int64))[None].to(model.device)
         with torch.inference_mode():
             best = model(input_ids=read, use_cache=False).logits[0].argmax(-1).cpu().numpy()
-        sample.labels = np.concatenate([sample.encoded.tokens[:1], best[:-1]]).astype(np.int32)
+        sample.labels = np.concatenate([own[:1], best[:-1], own[length:]]).astype(np.int32)
         tokens += len(best)
         progress.update(done, tokens)
 

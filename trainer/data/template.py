@@ -9,6 +9,7 @@ Three ways to know which tokens the assistant wrote, in this order:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from jinja2 import TemplateError
 from trainer.data.conversation import Messages
 from trainer.errors import DataError
 
+MARKER = re.compile(r"\{%[-+]?\s*generation\b")
 PROOFS = 64
 """Prompts on which a template's frame must prove literal."""
 
@@ -45,7 +47,7 @@ class ChatTemplate:
                 next_step="give one by target.chat_template, or choose an instruction-tuned target",
             )
         self.tokenizer = tokenizer
-        self.has_markers = "{% generation" in _squeeze(tokenizer.chat_template)
+        self.has_markers = MARKER.search(str(tokenizer.chat_template)) is not None
 
     def prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant begins."""
@@ -177,8 +179,3 @@ def _only_words(messages: Messages) -> str | None:
     if len(messages) > 1 or only["role"] != "user" or set(only) != {"role", "content"}:
         return None
     return only["content"]
-
-
-def _squeeze(template: Any) -> str:
-    text = template if isinstance(template, str) else str(template)
-    return text.replace("{%-", "{%").replace("{%  ", "{% ").replace("{%g", "{% g")

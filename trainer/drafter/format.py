@@ -229,6 +229,8 @@ def read_config(folder: Path) -> DrafterConfig:
         what, todo = f"{path} is not JSON: {error}", "copy or export it again"
     except KeyError as error:
         what, todo = f"{path} lacks {error.args[0]!r}", "this is no DFlash drafter's config"
+    except (TypeError, AttributeError):
+        what, todo = f"{path} is no mapping of a drafter's fields", "copy or export it again"
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
