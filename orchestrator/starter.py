@@ -153,7 +153,7 @@ exec "$$python" -m trainer train $config
 
 _CONFIG = Template("""\
 # A drafter for one target model:  dflashctl launch $name --config $config
-# `python -m trainer check $config` says what would happen, and the memory it needs.
+# The container checks it before anything starts: every field, the target's shapes, the memory.
 
 target:
   model: $model           # a folder, a .gguf file, or a name that transformers knows
