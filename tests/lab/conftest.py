@@ -6,13 +6,12 @@ import fcntl
 import itertools
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from laptop import Cli
+from laptop import Cli, free_port
 
 from orchestrator.lab import Container, Lab, LabSpec
 from orchestrator.lab.processes import Process
@@ -22,12 +21,6 @@ from orchestrator.lab.spec import DEFAULT_CONTAINERS
 
 MIB = 1024 * 1024
 MakeLab = Callable[..., Lab]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def own_start() -> int:

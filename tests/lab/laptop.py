@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -109,6 +110,12 @@ class Cli:
             timeout=120,
             check=False,
         )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:

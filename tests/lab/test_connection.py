@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from laptop import Cli, Terminal
+from laptop import Cli, Terminal, free_port, until
 
 from orchestrator.connection import HostConnection
 from orchestrator.inventory import Host
@@ -153,6 +153,41 @@ def test_a_verb_for_several_asks_for_a_passphrase_once(cli: Cli, locked: Path) -
         terminal.until(name + b" | hi")
     assert terminal.exit_code() == 0
     assert terminal.seen.count(b"passphrase for") == 1
+
+
+@pytest.fixture
+def by_password(cli: Cli, lab: Lab, tmp_path: Path) -> Iterator[None]:
+    """A second sshd of the lab's host, that takes root's password and no key."""
+    port = free_port()
+    changed = {"Port": str(port), "PasswordAuthentication": "yes", "PermitRootLogin": "yes"}
+    lines = [line.split(" ", 1) for line in lab.layout.sshd_config.read_text().splitlines()]
+    text = "".join(f"{key} {changed.get(key, value)}\n" for key, value in lines)
+    config = lab.layout.ssh / "by_password"
+    config.write_text(text + "PubkeyAuthentication no\n")
+    sealed = lab.host(["openssl", "passwd", "-6", "open sesame"]).stdout.strip()
+    assert lab.host(["usermod", "-p", sealed, "root"]).returncode == 0
+    server = subprocess.Popen(lab.host_argv(["/usr/sbin/sshd", "-D", "-f", str(config)]))
+    known = yaml.safe_load(lab.inventory.read_text())
+    aliases = tmp_path / "ssh_config"
+    aliases.write_text(f"HostKeyAlias [127.0.0.1]:{lab.spec.port}\n")
+    known["hosts"]["lab"] |= {"port": port, "ssh_config": str(aliases)}
+    cli.inventory = tmp_path / "by_password.yaml"
+    cli.inventory.write_text(yaml.safe_dump(known))
+    until(lambda: lab.host(["ss", "-Hltn", f"sport = :{port}"]).stdout)
+    yield
+    server.terminate()
+    server.wait(10)
+    lab.host(["usermod", "-p", "*", "root"])
+
+
+@pytest.mark.usefixtures("by_password")
+def test_a_password_is_asked_for_on_a_terminal_alone_and_shown_nowhere(cli: Cli) -> None:
+    assert "refused user root" in cli("exec", "lab-201", "--", "true", code=3).stderr
+    terminal = Terminal(cli, "exec", "lab-201", "--", "echo", "hi")
+    terminal.until(b"password or passphrase for root@")
+    terminal.type(b"open sesame\n")
+    assert terminal.exit_code() == 0
+    assert b"hi" in terminal.seen and b"sesame" not in terminal.seen
 
 
 def test_a_locked_key_that_the_agent_holds_needs_no_passphrase(
