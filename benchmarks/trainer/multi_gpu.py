@@ -7,9 +7,10 @@
 Parts, in this order: warm (a process a shape compiles everything once into a cache that all later
 parts share), threads, processes (the same split), small and small threads (the small shape), losses
 (every executor against one GPU, then a stage that raises), killed (a rank), real (SmolLM2 itself on
-data it writes, killed and resumed), copies (P2P against host), gradients (the sum over drafters).
-Only by name: overlap and overlap ranks (that sum beside backward, in threads and in processes),
-sharded (a drafter held together by all devices, beside one whole on each).
+data it writes, in threads until killed, then as processes), copies (P2P against host), gradients
+(the sum over drafters). Only by name: overlap and overlap ranks (that sum beside backward, in
+threads and in processes), sharded (a drafter held together by all devices, beside one whole on
+each).
 Parts in several calls share what was compiled with ``--cache FOLDER``.
 
 Each figure is printed when it is known and, with ``BENCHMARK_OUT``, appended to ``multi_gpu.jsonl``

