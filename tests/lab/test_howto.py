@@ -124,7 +124,7 @@ def desk(request: pytest.FixtureRequest, cli: Cli, lab: Lab, tmp_path: Path) -> 
     (folder / "train.py").write_text("print('mine')\n")
     second = ("train-a", "train-b") if request.getfixturevalue("page") == SEVERAL else ("train-a",)
     ids = [
-        cli("launch", *targets, "--wait", cwd=folder, code=0).stdout.split()[0]
+        cli("launch", *targets, "--name", "night", "--wait", cwd=folder, code=0).stdout.split()[0]
         for targets in (("train-a",), second)
     ]
     return Desk(cli, folder, *ids)
