@@ -95,3 +95,17 @@ def test_the_controller_asks_for_everything_that_the_agent_can_do() -> None:
         if isinstance(node.args[0], ast.Constant)
     }
     assert set(OPERATIONS) <= asked
+
+
+def test_the_trainer_says_what_it_lacks_where_nothing_is_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "trainer", "check", "train.yaml"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert " has no " in done.stderr and "dflashctl launch --config" in done.stderr
+    assert "Traceback" not in done.stderr

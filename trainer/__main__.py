@@ -25,8 +25,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.module != "traced":  # whose script is not ours
         _set_variables(getattr(options, "trace_compile", False))
-    module = import_module(f"trainer.{options.module}")
     from trainer.errors import TrainerError
+
+    try:
+        module = import_module(f"trainer.{options.module}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "trainer":
+            raise
+        print(
+            f"error: {sys.executable} has no {error.name}, which the trainer needs\n"
+            "  next: pip install 'dflashctl[trainer]', or, where the container has it, from the"
+            " laptop: dflashctl launch --config FILE",
+            file=sys.stderr,
+        )
+        return 2
 
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
