@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from trainer.packaged import PACKAGE, packaged_file
 
 GIVE_A_MODEL = "name the folder that `save_pretrained` wrote, or a .gguf file"
 COPY_AGAIN = "copy or download the model again"
+UNREADABLE = (OSError, ValueError, LookupError, struct.error)
+"""What transformers and its reader of GGUF raise about files that are absent or cut short."""
 OTHER_TARGET = "choose another target; most causal language models of transformers will do"
 
 
@@ -75,7 +78,7 @@ def load_hf_config(target: TargetConfig) -> Any:
     source = locate(target.model)
     try:
         return AutoConfig.from_pretrained(source.folder, **source.arguments())
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         if source.silence:
             raise TargetError(
                 f"target.model {target.model} is not in this machine's cache, and the hub "
@@ -85,7 +88,9 @@ def load_hf_config(target: TargetConfig) -> Any:
             ) from None
         raise TargetError(
             f"target.model {target.model}: transformers cannot read it: {first_line(error)}",
-            next_step="check the name, or download the model into a folder and name that",
+            next_step=COPY_AGAIN
+            if source.gguf_file
+            else "check the name, or download the model into a folder and name that",
         ) from None
 
 
@@ -94,7 +99,7 @@ def load_tokenizer(target: TargetConfig) -> Any:
     source = locate(target.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments())
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise TargetError(
             f"target.model {target.model}: no usable tokenizer: {first_line(error)}",
             next_step="put the tokenizer's files beside the weights",
@@ -137,7 +142,7 @@ def load_model(target: TargetConfig, device: torch.device) -> Any:
             f"the target does not fit on {device}: {first_line(error)}",
             next_step="`python -m trainer check` prints what it needs",
         ) from None
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (*UNREADABLE, ImportError, SafetensorError) as error:
         raise TargetError(
             f"target.model {target.model}: its weights cannot be loaded: {first_line(error)}",
             next_step=COPY_AGAIN + "; a missing package is named above",

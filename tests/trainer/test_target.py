@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,12 @@ def test_a_shard_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: 
     gone.unlink()
     with pytest.raises(TargetError, match=f"{gone.name} is absent"):
         check_weight_files(target)
+
+
+@pytest.mark.parametrize("content", [b"hello", b"GGUF" + struct.pack("<IQQ", 3, 1, 5)])
+def test_a_gguf_file_that_is_none_or_cut_short_is_named(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    with pytest.raises(TargetError, match=r"model\.gguf") as caught:
+        load_hf_config(TargetConfig(model=str(file)))
+    assert "copy or download" in str(caught.value)
