@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import newest_step
+from trainer.checkpoint import newest_step, read_record
 from trainer.config import TrainConfig
 from trainer.errors import NonFiniteError
 from trainer.evaluate import evaluate_run, run_prompts
@@ -59,9 +59,9 @@ def loop(run: Run, signals: StopSignals) -> None:
     executor = make_executor(run)
     try:
         executor.start()
-        done, best = _resume(run, executor)
+        done, best, skipped = _resume(run, executor)
         run.writer.event("training", step=done)
-        report = Report(run, done)
+        report = Report(run, done, skipped)
         signals.defer(True)
         for index in range(done, run.batches.steps):
             report.add(executor.step(index))
@@ -82,9 +82,11 @@ def loop(run: Run, signals: StopSignals) -> None:
         executor.close()
 
 
-def _resume(run: Run, executor: Executor) -> tuple[int, float | None]:
-    """Steps done and the best measure so far."""
+def _resume(run: Run, executor: Executor) -> tuple[int, float | None, int]:
+    """Steps done, the best measure so far, and how many of the steps were skipped."""
     path = run.store.newest() if run.leads else None
+    # Before what lies beyond it is put aside, perhaps this one too.
+    skipped = 0 if path is None else int(read_record(path)["skipped"])
     done, best = executor.resume(lambda: None if path is None else run.store.load(path))
     if done:
         run.writer.event("resumed", path=str(path or ""), step=done)
@@ -92,7 +94,7 @@ def _resume(run: Run, executor: Executor) -> tuple[int, float | None]:
         say(f"checkpoints beyond step {done} are put aside in {aside}; nothing reads them again")
     if path is not None:
         say(f"resumed {path.name}: {done} of {run.batches.steps} steps are done")
-    return done, best
+    return done, best, skipped
 
 
 def _checkpoint(
@@ -119,11 +121,11 @@ def _checkpoint(
 class Report:
     """Results since the last line. Reading them waits for the device, so it happens once a line."""
 
-    def __init__(self, run: Run, done: int) -> None:
+    def __init__(self, run: Run, done: int, skipped: int = 0) -> None:
         self.run = run
         self.pending: list[StepResult] = []
         self.tokens = 0
-        self.skipped = 0
+        self.skipped = skipped
         self.began = time.monotonic()
         self.taus: list[float] = []
         # The ETA looks back over some lines: a first epoch that fills a cache is slower.

@@ -157,6 +157,29 @@ def test_losses_that_stay_infinite_stop_the_run_with_the_batch(home: Path) -> No
     assert events[-1].event == "failed"
 
 
+def test_a_resume_goes_on_counting_the_steps_that_were_skipped(home: Path) -> None:
+    """A supervisor that starts it again and again would otherwise never see the limit."""
+    config = write_config(
+        home,
+        "nan-again",
+        optimization={"learning_rate": 1e25, "nonfinite_limit": 4, "warmup": 0.0},
+        checkpoint={"every": 2},
+        log_every=1,
+    )
+    counts = []
+    for _ in range(2):
+        code, said = run(config)
+        assert code == 1, said
+        events = read_events((home / "nan-again" / "events.jsonl").read_text())
+        counts.append([e.detail["count"] for e in events if e.event == "nonfinite"])
+    first, both = counts
+    assert first == [1, 2, 3, 4, 5]
+    again = both[len(first) :]
+    assert again
+    assert again == first[-len(again) :]
+    assert len(again) < len(first)
+
+
 def test_a_checkpoint_is_evaluated_and_exported_by_command(home: Path, whole: Path) -> None:
     checkpoint = str((whole / "checkpoints" / "best").resolve())
     prompts = home / "prompts.jsonl"
