@@ -108,7 +108,7 @@ def diag(stage: Stage, action: actions.Diag) -> Done:
             stage.notice(f"{finding.severity}: {finding.code}: {finding.title}")
         _refuse_findings(found.report, ref, action.fail_on)
     count = sum(len(report.findings) for report in reports.values())
-    said = counted(count, "finding") if count else "nothing is wrong"
+    said = counted(count, "finding") if count else "nothing wrong was found"
     return Done(said, {name: report.as_dict() for name, report in reports.items()})
 
 

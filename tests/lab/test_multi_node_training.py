@@ -1,4 +1,4 @@
-"""The trainer on two containers through torchrun: one run, the losses of one machine's."""
+"""The trainer in containers: two of them through torchrun as one run, and the shipped playbooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from laptop import Cli
 
 from orchestrator.lab import Container, Lab
-from trainer.telemetry import read_steps
+from trainer.telemetry import read_events, read_steps
 
 pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parents[1] / "trainer"))
@@ -90,3 +90,26 @@ def test_one_container_starts_its_own_ranks(pair: Lab, tmp_path: Path) -> None:
     said = cli("tail", "--no-follow", "-n", "500", run_id).stdout
     assert "starting 1 targets and 1 drafters by torchrun" in said
     check_run(cli, run_id, tmp_path / "out")
+
+
+def test_the_playbooks_bring_a_container_up_and_go_on_with_its_run(
+    pair: Lab, tmp_path: Path
+) -> None:
+    home, code = write_run(tmp_path)
+    settings = yaml.safe_load((code / "nodes.yaml").read_text())
+    settings["pipeline"] = {"executor": "inline"}
+    settings["optimization"]["steps"] = 100_000
+    (code / "one.yaml").write_text(yaml.safe_dump(settings))
+    cli = Cli(home, pair.inventory)
+    began = cli("play", "bring-up", "lab-200", "--set", "config=one.yaml", cwd=code, code=0)
+    assert began.stdout.splitlines()[-1].startswith("6/6 diag       ok")
+    (run,) = [r for r in cli.json("ps", "lab-200")["runs"] if r["name"] == "first"]
+    cli("stop", run["run_id"], code=0)
+    cli("play", "resume", "lab-200", "--set", "config=one.yaml", cwd=code, code=0)
+    (again,) = [r for r in cli.json("ps", "lab-200")["runs"] if r["name"] == "resumed"]
+    assert again["state"] == "training"
+    cli("stop", again["run_id"], code=0)
+    cli("pull", again["run_id"], "--path", "events.jsonl", "--to", tmp_path / "out", code=0)
+    events = list(read_events((tmp_path / "out" / "events.jsonl").read_text()))
+    (resumed,) = [event for event in events if event.event == "resumed"]
+    assert resumed.detail["step"] > 0 and run["run_id"] in resumed.detail["path"]
