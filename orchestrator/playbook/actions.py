@@ -102,7 +102,7 @@ class Launch(Action):
     """Start although another run lives there."""
     restarts: int = Field(0, ge=0)
     """Attempts after the first when the command fails, each from the newest checkpoint."""
-    ranks: int | None = Field(None, ge=1)
+    ranks: Annotated[int | None, BeforeValidator(lambda v: v or None)] = Field(None, ge=1)
     """Processes of each of several nodes; null: as many as it has GPUs."""
     resume: bool = False
     """Go on from the newest complete checkpoint of ``run`` (null: the newest run)."""

@@ -72,10 +72,10 @@ def check_run(cli: Cli, run_id: str, out: Path) -> None:
 def test_two_containers_train_one_drafter(pair: Lab, tmp_path: Path) -> None:
     home, code = write_run(tmp_path)
     cli = Cli(home, pair.inventory)
-    words = ("launch", "lab-200", "lab-201", "--name", "pair", "--config", "nodes.yaml")
-    limits = ("--ranks", "2", "--env", "OMP_NUM_THREADS=1")
-    done = cli(*words, *limits, cwd=code, code=0)
-    first = next(line for line in done.stdout.splitlines() if line.startswith("pair-n0"))
+    words = ("play", "multi-node", "lab-200", "lab-201", "--set", "config=nodes.yaml")
+    cli(*words, "--set", "ranks=2", cwd=code, code=0)
+    runs = {run["name"]: run["run_id"] for run in cli.json("ps", "lab-200", "--all")["runs"]}
+    first = runs["nodes-n0"]
     wait_for_end(cli, code, first, "lab-200", "lab-201")
     check_run(cli, first, tmp_path / "out")
 
