@@ -151,11 +151,12 @@ class CheckpointConfig(Section):
 
 
 class StageTimes(Section):
-    """What a microbatch takes each stage, in milliseconds: ``target_ms`` and ``drafter_ms`` of a
-    run's lines."""
+    """What a microbatch takes each stage."""
 
     target: float = Field(gt=0)
+    """Milliseconds: ``target_ms`` of a run's lines."""
     drafter: float = Field(gt=0)
+    """Milliseconds: ``drafter_ms``."""
 
 
 class PipelineConfig(Section):

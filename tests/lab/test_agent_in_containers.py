@@ -78,10 +78,11 @@ import glob, os, re
 for folder in glob.glob("/proc/[0-9]*"):
     try:
         command = open(f"{folder}/cmdline", "rb").read().split(b"\0")
-        if command[1:3] != [b"-I", b"-S"]:  # an agent or a supervisor
+        agent, supervisor = command[1:4] == [b"-I", b"-S", b"-c"], b"supervise" in command
+        if not agent and not supervisor:
             continue
         links = [os.readlink(link) for link in glob.glob(f"{folder}/fd/*")]
-        print("seen", b"supervise" in command)
+        print("seen", supervisor)
         for kind, states in (("tcp", "0A"), ("tcp6", "0A"), ("udp", ""), ("udp6", "")):
             for line in open(f"{folder}/net/{kind}").readlines()[1:]:
                 words = line.split()
