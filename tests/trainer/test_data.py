@@ -123,6 +123,21 @@ def test_both_ways_agree() -> None:
     assert np.array_equal(ways[0].supervised, ways[1].supervised)
 
 
+def test_turns_that_the_template_rewrites_once_others_follow_are_context_alone() -> None:
+    """As Qwen3's, which shows the thoughts of the last answer only."""
+    thinking = TEMPLATE.replace(
+        "{{ message['content'] }}",
+        "{% if message['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
+        "{{ message['content'] }}",
+    )
+    assert thinking != TEMPLATE
+    later = [USER, ANSWER, {"role": "user", "content": "and"}, {**ANSWER, "content": "no"}]
+    assert supervised_text(thinking, later).endswith("no</s>")
+    assert "yes" not in supervised_text(thinking, later)
+    assert ChatTemplate(make_tokenizer(thinking)).encode(later).rewritten == 1
+    assert ChatTemplate(make_tokenizer(TEMPLATE)).encode(later).rewritten == 0
+
+
 def test_a_template_that_rewrites_earlier_turns_stops_clearly(tmp_path: Path) -> None:
     rewriting = "{{ messages | length }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="generation"):
@@ -130,7 +145,7 @@ def test_a_template_that_rewrites_earlier_turns_stops_clearly(tmp_path: Path) ->
     # And with the line, which may be the only one of its kind.
     write_chats(tmp_path / "chats.jsonl", 1)
     config = parse_config(run_config(tmp_path), source="t", base=tmp_path)
-    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*rewrites earlier turns"):
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*rewrites what came"):
         check_files(config, make_tokenizer(rewriting))
 
 

@@ -153,6 +153,9 @@ def prepare(
     prepared = load_prepared(config, folder)
     assert prepared is not None
     say(f"data: {_line(prepared.report)}")
+    # Not in the report of an earlier version.
+    if turns := prepared.report.get("rewritten_turns"):
+        say(f"data: {turns} earlier turns are context alone: the chat template rewrites them")
     for reason, count in list(prepared.report["rejected"]["reasons"].items())[:5]:
         say(f"data: left out {count}: {reason}")
     return prepared
@@ -298,6 +301,7 @@ def _write(
         arrays = Samples.of((s.encoded for s in part), [s.features for s in part], labels)
         arrays.save(folder / name)
         report[name] = arrays.fingerprint()
+    report["rewritten_turns"] = sum(s.encoded.rewritten for s in samples)
     reasons = Counter(r.reason for r in rejected)
     report["rejected"] = {
         "count": len(rejected),
@@ -330,5 +334,9 @@ def check_files(config: TrainConfig, tokenizer: Any) -> tuple[dict[str, Any], li
                     prompts += 1
                 else:
                     rejected.append(item)
-    report = {"samples": Samples.of(s.encoded for s in samples).fingerprint(), "prompts": prompts}
+    report = {
+        "samples": Samples.of(s.encoded for s in samples).fingerprint(),
+        "rewritten_turns": sum(s.encoded.rewritten for s in samples),
+        "prompts": prompts,
+    }
     return report, rejected

@@ -3,7 +3,9 @@
 Three ways to know which tokens the assistant wrote, in this order:
 
 1. ``{% generation %}`` markers in the template;
-2. rendered prefixes: what the template adds for a turn beyond the prompt that invites it;
+2. rendered prefixes: what the template adds for a turn beyond the prompt that invites it. Turns
+   that it rewrites once others follow (Qwen3's drops their thoughts) are context alone: as they
+   stand, the target never wrote them;
 3. neither holds: stop. An all-zero or all-one mask trains nothing or the wrong thing, silently.
 """
 
@@ -35,6 +37,8 @@ class Encoded:
     """i32 [L]"""
     supervised: np.ndarray
     """bool [L]: written by the assistant, its end-of-turn token included."""
+    rewritten: int = 0
+    """Turns of the assistant that are context alone, because the template rewrites them."""
 
 
 class ChatTemplate:
@@ -123,20 +127,24 @@ class ChatTemplate:
         tokens = np.asarray(made["input_ids"], dtype=np.int32)
         starts = np.asarray([start for start, _ in made["offset_mapping"]], dtype=np.int64)
         supervised = np.zeros(tokens.size, dtype=bool)
+        rewritten = 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             begin = self._render(messages[:index], invite=True)
             end = self._render(messages[: index + 1], invite=False)
             if not text.startswith(begin) or not text.startswith(end) or len(end) <= len(begin):
+                if index + 1 < len(messages):
+                    rewritten += 1
+                    continue
                 raise DataError(
-                    "the chat template has no {% generation %} markers and rewrites earlier turns,"
-                    " so the assistant's tokens cannot be told from the rest",
+                    "the chat template has no {% generation %} markers and rewrites what came"
+                    " before the last answer, so its tokens cannot be told from the rest",
                     next_step="give a template with {% generation %} by target.chat_template",
                 )
             span = (starts >= len(begin)) & (starts < len(end))
             supervised |= self._without_tail(tokens, span)
-        return Encoded(tokens, supervised)
+        return Encoded(tokens, supervised, rewritten)
 
     def _without_tail(self, tokens: np.ndarray, span: np.ndarray) -> np.ndarray:
         """Cut what the template adds behind the end-of-turn token (often a newline): the target
