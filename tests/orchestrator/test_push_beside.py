@@ -18,6 +18,8 @@ from orchestrator.errors import ConnectionLost, HostUnreachable
 from orchestrator.release import Arrivals, Push
 from orchestrator.request import Request
 
+pytestmark = pytest.mark.slow
+
 FILES = 20
 SIZE = 50_000
 

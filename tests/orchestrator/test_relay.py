@@ -23,6 +23,8 @@ from orchestrator.channel import AgentChannel
 from orchestrator.errors import ConnectionLost, ContainerNotRunning, ExecFailed
 from orchestrator.relay import RelayLink
 
+pytestmark = pytest.mark.slow
+
 AGENT = loader.argv(sys.executable)
 MEMORY_KB = 45_000
 """Twice what a host's agent has at most; 40 MB more and it has kept what nobody reads."""

@@ -21,7 +21,7 @@ from trainer.pipeline.reduce import fingerprint  # noqa: E402
 from trainer.pipeline.stages import DrafterStage, Sums  # noqa: E402
 from trainer.pipeline.threads import ThreadsExecutor  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 DEADLINE_S = 60.0
 

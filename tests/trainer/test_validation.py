@@ -38,7 +38,7 @@ from trainer.replica import DrafterReplica
 from trainer.resolve import resolve
 from trainer.run import Run, make_executor, open_run, prepare_run
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 SLOTS, STEPS = 4, 3

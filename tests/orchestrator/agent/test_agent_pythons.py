@@ -11,6 +11,8 @@ from agent_peer import interpreters
 
 from orchestrator.agent.manifest import Entry, dump
 
+pytestmark = pytest.mark.slow
+
 PYTHONS = interpreters("3.10", "3.12", "3.13")
 if Path("/usr/bin/python3").exists():
     PYTHONS.append(Path("/usr/bin/python3"))
