@@ -279,10 +279,6 @@ class Push:
         )
         return blobs, commit
 
-    @property
-    def begin(self) -> Request:
-        return self._begin
-
     def _further(self, missing: int) -> list[threading.Thread]:
         """Each carries batches over a channel of its own, where the window of one holds them up."""
         if self._beside is None or missing < WORTH_ANOTHER:

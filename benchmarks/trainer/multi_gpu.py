@@ -26,18 +26,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from between_devices import GRADIENT, copies, gradients
 from measure import (
     Ended,
     Figures,
     drafter_alone,
     figure,
-    settle,
     target_alone,
     together,
     watch_part,
@@ -47,12 +46,9 @@ from real_run import TARGET, run_real
 from sharded import run_sharded_rank
 from workload import Workload
 
-from trainer.pipeline.board import Board
-from trainer.pipeline.device import enter_device
 from trainer.pipeline.inline import InlineExecutor
 from trainer.pipeline.plan import Plan, make_plan
 from trainer.pipeline.processes import ProcessesExecutor
-from trainer.pipeline.reduce import GradientSum, fingerprint
 from trainer.pipeline.stages import Sums
 from trainer.pipeline.threads import ThreadsExecutor
 
@@ -78,77 +74,6 @@ BY_NAME = ("overlap", "overlap ranks", "sharded")
 WARM = 3
 """Steps before the timed ones."""
 SPLITS = {2: (1, 1), 4: (2, 2), 8: (5, 3)}
-GRADIENT = 1_048_600_000
-"""Elements of an 8B-shaped drafter's gradient."""
-
-
-# -- copies and gradients -------------------------------------------------------------------------
-
-
-def copies(devices: list[str]) -> None:
-    """One feature slot of the 8B shape, 252 MB, from the first device to the last."""
-    source = torch.randn(2, 3072, 20_480, device=devices[0]).bfloat16()
-    target = torch.empty_like(source, device=devices[-1])
-    host = torch.empty_like(source, device="cpu").pin_memory()
-    size = source.numel() * 2
-
-    def through_host() -> None:
-        host.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(devices[0])
-        target.copy_(host, non_blocking=True)
-
-    figure("p2p", torch.cuda.can_device_access_peer(0, len(devices) - 1))
-    for name, copy in (("direct", lambda: target.copy_(source)), ("host", through_host)):
-        for i in range(12):
-            if i == 2:
-                settle(torch.device(devices[-1]))
-                began = time.perf_counter()
-            copy()
-        settle(torch.device(devices[-1]))
-        seconds = (time.perf_counter() - began) / 10
-        figure(f"{name} GB/s", size / seconds / 1e9)
-        figure(f"{name} ms", seconds * 1e3)
-    figure("equal", bool(torch.equal(target.cpu(), source.cpu())))
-
-
-def gradients(devices: list[str], elements: int) -> None:
-    """Sum of a bf16 gradient over all devices, a thread each, beside NCCL in one process."""
-    parts = [
-        torch.full((elements,), float(i + 1), dtype=torch.bfloat16, device=d)
-        for i, d in enumerate(devices)
-    ]
-    board = Board(lambda event, /, **detail: None)
-    adder = GradientSum(board, len(devices))
-    times: list[float] = []
-
-    def work(party: int) -> None:
-        device = torch.device(devices[party])
-        enter_device(device, [torch.device(d) for d in devices])
-        pulse = board.pulse(f"drafter {party}")
-        for i in range(4):
-            began = time.perf_counter()
-            adder.add(party, device, parts[party], pulse)
-            adder.end(party, device, pulse)
-            settle(device)
-            if party == 0 and i:
-                times.append(time.perf_counter() - began)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(devices))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    figure("ours ms", min(times) * 1e3)
-    figure("equal", len({fingerprint([p]) for p in parts}) == 1)
-    if devices[0] != "cpu":
-        for i in range(4):
-            if i == 1:
-                torch.cuda.synchronize(devices[0])
-                began = time.perf_counter()
-            torch.cuda.nccl.all_reduce(parts)
-        for device in devices:
-            torch.cuda.synchronize(device)
-        figure("nccl in one process ms", (time.perf_counter() - began) / 3 * 1e3)
 
 
 # -- threads --------------------------------------------------------------------------------------
