@@ -125,34 +125,40 @@ steps:
 """
 
 
-def test_a_run_goes_on_from_the_newest_complete_checkpoint_of_the_last(
-    cli: Cli, code: Path
-) -> None:
+@pytest.fixture
+def resume(code: Path) -> str:
+    """A playbook that goes on with the last run; as its path is given."""
     (code / "resume.yaml").write_text(RESUME)
+    return "./resume.yaml"
+
+
+def test_a_run_goes_on_from_the_newest_complete_checkpoint_of_the_last(
+    cli: Cli, code: Path, resume: str
+) -> None:
     make = "mkdir -p $DFLASH_RUN_DIR/checkpoints/step-3 $DFLASH_RUN_DIR/checkpoints/step-20.tmp"
     first = cli("launch", "lab-201", "--wait", "--", "sh", "-c", make, cwd=code, code=0)
     run_id = first.stdout.splitlines()[0]
-    cli("play", "./resume.yaml", cwd=code, code=0)
+    cli("play", resume, cwd=code, code=0)
     said = cli("tail", "--no-follow", code=0).stdout
     assert said == f"from /workspace/dflashctl/runs/{run_id}/checkpoints/step-3\n"
 
 
-def test_without_a_checkpoint_there_is_nothing_to_go_on_from(cli: Cli, code: Path) -> None:
-    (code / "resume.yaml").write_text(RESUME)
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(
+    cli: Cli, code: Path, resume: str
+) -> None:
     cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
-    done = cli("play", "./resume.yaml", cwd=code, code=5)
+    done = cli("play", resume, cwd=code, code=5)
     assert "no complete checkpoint" in done.stderr
 
 
 def test_behind_attempts_that_died_at_once_the_run_with_a_checkpoint_is_named(
-    cli: Cli, code: Path
+    cli: Cli, code: Path, resume: str
 ) -> None:
-    (code / "resume.yaml").write_text(RESUME)
     make = "mkdir -p $DFLASH_RUN_DIR/checkpoints/step-3"
     good = cli("launch", "lab-201", "--wait", "--", "sh", "-c", make, cwd=code, code=0)
     for _ in range(2):
         cli("launch", "lab-201", "--wait", "--", "false", cwd=code, code=1)
-    done = cli("play", "./resume.yaml", cwd=code, code=5)
+    done = cli("play", resume, cwd=code, code=5)
     assert f"--set run={good.stdout.split()[0]}" in done.stderr
 
 
