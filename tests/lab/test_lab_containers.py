@@ -68,12 +68,12 @@ def test_the_checkout_the_controllers_python_and_the_lab_are_not_there(each_lab:
             assert inside(each_lab, vmid, f"test -e {path} || echo hidden") == "hidden\n"
 
 
-def test_root_and_home_are_the_containers_own(each_lab: Lab) -> None:
-    assert inside(each_lab, 200, "ls -A /root /home") == "/home:\n\n/root:\n"
-    inside(each_lab, 200, "echo own > /root/file")
-    assert inside(each_lab, 201, "ls -A /root") == ""
-    inside(each_lab, 200, "rm /root/file")
-    assert inside(each_lab, 200, "stat -c %a /root") == "700\n"
+def test_root_and_home_are_the_containers_own(odd_lab: Lab) -> None:
+    assert inside(odd_lab, 212, "ls -A /root /home") == "/home:\n\n/root:\n"
+    inside(odd_lab, 210, "echo own > /root/file")
+    assert inside(odd_lab, 212, "ls -A /root") == ""
+    inside(odd_lab, 210, "rm /root/file")
+    assert inside(odd_lab, 212, "stat -c %a /root") == "700\n"
 
 
 def test_the_host_has_a_root_of_its_own_too(each_lab: Lab) -> None:

@@ -168,6 +168,7 @@ def test_nothing_is_pushed_when_nothing_should_be(cli: Cli, lab: Lab) -> None:
     )
     log = f"/workspace/dflashctl/runs/{done.stdout.splitlines()[0]}/train.log"
     assert "I was here" in files_in(lab, 201, log)
+    lab.pct("exec", 201, "--", "rm", "/root/start_training.sh")
 
 
 def test_what_is_deleted_here_is_gone_there(cli: Cli, code: Path) -> None:
