@@ -191,7 +191,7 @@ class Watched:
             return None
         if summary.eta_s is not None:
             return summary.eta_s
-        if summary.step is None or summary.steps is None:
+        if summary.step is None or summary.steps is None or summary.step >= summary.steps:
             return None
         pace = seconds_per_step(self._rates)
         return pace * (summary.steps - summary.step) if pace is not None else None

@@ -79,6 +79,8 @@ class StepLine(_Line):
     tokens_per_s: float | None = None
     """Context tokens a second over the last logged interval, over all drafters."""
     eta_s: float | None = None
+    """To the last step; null at that one, for what is left then, validation and evaluation, takes
+    minutes, and an ETA of 0 s would stand beside it for as long."""
     epoch: int = 0
     target_idle: float | None = None
     """Share of the interval in which target stages waited for a free slot, 0..1."""

@@ -151,6 +151,7 @@ class Report:
         first, since = self.recent[0]
         self.recent.append((step, now))
         last = results[-1]
+        left = run.batches.steps - step
         finite = torch.isfinite(norms).all().item()
         line = StepLine(
             step=step,
@@ -162,7 +163,7 @@ class Report:
             gradient_norm=norms[-1].item() if finite else None,
             tokens=self.tokens,
             tokens_per_s=tokens / interval,
-            eta_s=(now - since) / max(1, step - first) * (run.batches.steps - step),
+            eta_s=(now - since) / max(1, step - first) * left if left else None,
             epoch=run.batches.epoch(last.step),
             memory_gb=peak_memory_gb(),
         )

@@ -139,6 +139,9 @@ def test_the_eta_is_the_trainers_own_else_it_follows_from_the_pace() -> None:
     assert watched.eta_s == 2 * 980
     watched.feed(summary("training", step=21, steps=1000, eta_s=7.0, metrics_time=1040.0))
     assert watched.eta_s == 7.0
+    # Validation and evaluation follow: no 0 s that stands for minutes.
+    watched.feed(summary("training", step=1000, steps=1000, metrics_time=1050.0))
+    assert watched.eta_s is None
 
 
 def test_a_pause_hardly_changes_the_pace() -> None:

@@ -57,6 +57,11 @@ def assert_equal_runs(one: Path, other: Path, step: int) -> None:
             assert torch.equal(value, second[key]), (kind, key)
 
 
+def losses(folder: Path) -> dict[int, float | None]:
+    """By step."""
+    return {line.step: line.loss for line in read_steps((folder / "metrics.jsonl").read_text())}
+
+
 @pytest.fixture(scope="module")
 def whole(home: Path) -> Path:
     """Twenty steps in one go, evaluated."""
@@ -72,6 +77,7 @@ def test_a_run_tells_its_story(whole: Path) -> None:
     assert all(line.steps == 20 for line in steps)
     assert steps[-1].loss is not None
     assert steps[-1].loss < steps[0].loss
+    assert [line.eta_s is None for line in steps] == [False, False, False, False, True]
     events = [line.event for line in read_events((whole / "events.jsonl").read_text())]
     assert [e for e in events if e in ("started", "training", "evaluated", "finished")] == [
         "started",
@@ -99,6 +105,37 @@ def test_ten_steps_a_kill_and_ten_more_are_twenty_bit_for_bit(home: Path, whole:
     assert code == 0, said
     assert "resumed step-" in said
     assert_equal_runs(whole, home / "killed", 20)
+
+
+class KilledTrainer(Trainer):
+    """Its first two words say when (``killed_at.py``)."""
+
+    module = "killed_at"
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        ("open", "step-00000010.part/drafter/config.json"),
+        ("open", "step-00000010.part/state.json"),
+        ("os.rename", "step-00000010.part"),
+    ],
+    ids=["before its tensors", "before its marker", "before its name"],
+)
+def test_a_run_killed_inside_a_save_goes_on_from_the_one_before_bit_for_bit(
+    home: Path, whole: Path, event: str, name: str
+) -> None:
+    folder = home / f"killed-{name.replace('/', '-')}"
+    config = write_config(home, folder.name)
+    with KilledTrainer(config.with_suffix(".log"), event, name, "train", config) as process:
+        assert process.wait() == -signal.SIGKILL, process.said()
+    assert [path.name for path in (folder / "checkpoints").glob("*.part")] == ["step-00000010.part"]
+    code, said = run(config)
+    assert code == 0, said
+    assert "resumed step-00000005" in said
+    assert not list((folder / "checkpoints").glob("*.part"))
+    assert_equal_runs(whole, folder, 20)
+    assert losses(folder).items() >= losses(whole).items()
 
 
 def test_a_run_sent_back_to_an_earlier_checkpoint_makes_the_later_ones_anew(
