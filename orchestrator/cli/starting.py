@@ -118,13 +118,19 @@ def _tell(started: Started, release: Release | None, as_json: bool) -> None:
         output.notice(f"no link to the log was made at the path of --log: {unlinked}")
     if as_json:
         output.emit(started.as_json())
-        return
+    else:
+        output.say(words(started, release))
+
+
+def words(started: Started, release: Release | None) -> str:
+    """What runs, of which code, and how to follow it."""
     pushed = f", {release.files} files, {output.size(release.bytes)}" if release else ""
+    its_release = started.answer.get("release")
+    code = f"release {its_release}{pushed}" if its_release else "nothing was pushed"
     state = "already runs" if started.answer.get("already") else "started"
-    output.say(
+    return (
         f"{started.run_id}\n"
-        f"  {state} on {started.target.name} "
-        f"(release {started.answer.get('release') or 'none'}{pushed})\n"
+        f"  {state} on {started.target.name} ({code})\n"
         f"  follow it:     dflashctl tail {started.run_id}\n"
         f"  what is wrong: dflashctl diag {started.run_id}"
     )

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator import launch as launching
+from orchestrator.cli.starting import words
 from orchestrator.errors import RefusedError, UsageError
 from orchestrator.inventory import ContainerSettings, Host
-from orchestrator.launch import Order, command_for
+from orchestrator.launch import Order, Started, command_for
 from orchestrator.lease import wanted
 from orchestrator.nodes import node_id
 from orchestrator.paths import LaptopPaths
@@ -98,6 +99,16 @@ def test_secrets_are_in_no_plan() -> None:
 def test_without_a_push_nothing_of_the_release_is_sent() -> None:
     steps = launching.plan(TARGET, order(), None)
     assert [step.text.split()[0] for step in steps] == ["ssh", "preflight", "run.start"]
+
+
+@pytest.mark.parametrize(
+    ("release", "code"),
+    [(RELEASE, f"(release {RELEASE.id}, 1 files, 5 B)"), (None, "(nothing was pushed)")],
+)
+def test_a_launch_says_what_code_runs(release: Release | None, code: str) -> None:
+    answer = {"state": "starting", "release": release.id if release else None}
+    text = words(Started("run-20260101-000000-abcd", TARGET, answer, []), release)
+    assert text.splitlines()[:2] == ["run-20260101-000000-abcd", f"  started on train-a {code}"]
 
 
 # Words of the command line
