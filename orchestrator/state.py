@@ -79,10 +79,6 @@ class LaptopState:
         named = [run for run in self.runs() if name_of(run.run_id) == name]
         return max(named, key=lambda run: run.launched, default=None)
 
-    def run_ids(self) -> Iterator[str]:
-        """Of all that were launched from here; by the names of the files alone."""
-        return (path.stem for path in self.paths.runs.glob("*.json"))
-
     def runs(self) -> Iterator[RememberedRun]:
         for path in self.paths.runs.glob("*.json"):
             run = self._read(path)

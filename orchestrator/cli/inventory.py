@@ -28,12 +28,11 @@ def list_containers(inventory: InventoryOption = None, as_json: JsonOption = Fal
         if as_json:
             output.emit(known.model_dump(mode="json"))
             return
-        table = output.Table(
-            ("CONTAINER", 20), ("HOST", 14), ("CT", 6), ("GPUS", 16), ("GROUPS", 20)
-        )
-        for name, container in known.containers.items():
-            gpus = ",".join(map(str, container.gpus))
-            table.row(name, container.host, container.ct, gpus, " ".join(container.groups))
+        columns = (("CONTAINER", 20), ("HOST", 14), ("CT", 6), ("GPUS", 16), ("GROUPS", 20))
+        with output.Table(*columns) as table:
+            for name, container in known.containers.items():
+                gpus = ",".join(map(str, container.gpus))
+                table.row(name, container.host, container.ct, gpus, " ".join(container.groups))
         if not known.containers:
             output.say(EMPTY)
 

@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from orchestrator.agent.frames import finite
 from orchestrator.errors import DflashctlError
@@ -120,48 +120,59 @@ def hang(lead: str, text: str, indent: int) -> None:
 
 
 class Table:
-    """Rows that are printed as they come, in columns of fixed width.
+    """Rows in columns of fixed width: on a terminal as they come, in a pipe all at the end.
 
     The first column holds what one copies: it is never cut. It takes what a terminal has to spare,
-    and a cell too long for it stands on a line of its own. In a pipe nothing is
-    cut: a column is as wide as the longest cell that is known to come, and grows with others.
+    and a cell too long for it stands on a line of its own. In a pipe nothing is cut: a column is
+    as wide as its longest cell, which only the last row tells, and who reads there reads on until
+    the verb ends.
     """
 
     LONGEST = 65
     """Of a run id: 40 of its name, which node, and when."""
 
-    def __init__(self, *columns: tuple[str, int], longest: Sequence[int] = ()) -> None:
-        """:param longest: of the first columns' cells, as far as it is known before they come."""
+    def __init__(self, *columns: tuple[str, int]) -> None:
         self._names = [name for name, _ in columns]
         self._widths = [width for _, width in columns]
         self._terminal = terminal_width()
         self._begun = False
-        if self._terminal is None:
-            for at, width in enumerate(longest):
-                self._widths[at] = max(self._widths[at], width)
-        else:
+        self._held: list[list[str]] = []
+        if self._terminal is not None:
             spare = max(0, self._terminal - sum(self._widths) - len(columns) + 1)
             more = min(spare, self.LONGEST - self._widths[0])
             self._widths[0] += more
             self._widths[1] += spare - more
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Also where something went wrong: what has come is worth reading."""
+        for cells in self._held:
+            self._widths = [max(w, len(c)) for c, w in zip(cells, self._widths, strict=True)]
+        for cells in self._held:
+            self._print(cells)
+
     def row(self, *cells: object) -> None:
         if not self._begun:
             self._begun = True
-            self._print(self._names)
+            self._take(self._names)
         filled = [*cells, *[None] * (len(self._names) - len(cells))]
-        self._print(["-" if cell in (None, "") else plain(str(cell)) for cell in filled])
+        self._take(["-" if cell in (None, "") else plain(str(cell)) for cell in filled])
 
-    def _print(self, cells: Sequence[str]) -> None:
-        first, *others = cells
+    def _take(self, cells: list[str]) -> None:
         if self._terminal is None:
-            self._widths = [max(w, len(c)) for c, w in zip(cells, self._widths, strict=True)]
-        else:
-            others = [fit(c, w) for c, w in zip(others, self._widths[1:], strict=True)]
-            if len(first) > self._widths[0]:
-                say(first)
-                first = ""
-        padded = (f"{c:<{w}}" for c, w in zip([first, *others], self._widths, strict=True))
+            self._held.append(cells)
+            return
+        first, *others = cells
+        others = [fit(c, w) for c, w in zip(others, self._widths[1:], strict=True)]
+        if len(first) > self._widths[0]:
+            say(first)
+            first = ""
+        self._print([first, *others])
+
+    def _print(self, cells: list[str]) -> None:
+        padded = (f"{c:<{w}}" for c, w in zip(cells, self._widths, strict=True))
         say(" ".join(padded).rstrip())
 
 

@@ -51,22 +51,20 @@ def ps(
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the runs of every container, as the answers come.
+    """List the runs of every container, on a terminal as the answers come.
 
     A container that does not answer is shown as unreachable, which says nothing about its runs;
     exits 3 if none answers.
     """
     with open_session(inventory, ask=False, patient=False, as_json=as_json) as session:
         asked = session.targets_or_all(targets, host, ct)
-        ids = max((len(run_id) for run_id in session.state.run_ids()), default=0)
-        names = max(len(target.name) for target in asked)
-        table = output.Table(*COLUMNS, longest=(ids, names))
         answers = []
         fields: dict[str, Any] = {} if every else {"limit": 5}
-        for answer in ask_all(session.fleet, asked, Looks(session.fleet), **fields):
-            answers.append(answer)
-            if not as_json:
-                _rows(table, answer)
+        with output.Table(*COLUMNS) as table:
+            for answer in ask_all(session.fleet, asked, Looks(session.fleet), **fields):
+                answers.append(answer)
+                if not as_json:
+                    _rows(table, answer)
         if as_json:
             output.emit(_as_json(answers, _remembered(session.state, answers)))
         else:

@@ -103,7 +103,8 @@ def test_whatever_a_verb_prints_is_clean(write: str, capsys: pytest.CaptureFixtu
 
 
 def test_a_table_keeps_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    output.Table(("RUN", 6), ("STATE", 8)).row("\x1b[31mr1\x1b[0m", "\x1b[2Jup")
+    with output.Table(("RUN", 6), ("STATE", 8)) as table:
+        table.row("\x1b[31mr1\x1b[0m", "\x1b[2Jup")
     assert capsys.readouterr().out.splitlines() == ["RUN    STATE", "r1     up"]
 
 
