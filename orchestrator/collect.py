@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.protocol import CONTAINER_PROBES
 from orchestrator.alarm import best_of
 from orchestrator.changes import Past, changes, drift, installed
 from orchestrator.channel import AgentChannel
@@ -193,10 +192,10 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
 
 
 def _ask_looks(channel: AgentChannel, ref: RunRef, summary: RunSummary) -> Answers:
-    names = [name for name in CONTAINER_PROBES if summary.is_over or name not in AFTERWARDS]
+    without = [] if summary.is_over else sorted(AFTERWARDS)
     python, run_id = ref.target.settings.python, summary.run_id
     request = channel.request(
-        "probe", names=names, python=python, timeout_s=LOOK_LIMIT_S, run_id=run_id
+        "probe", without=without, python=python, timeout_s=LOOK_LIMIT_S, run_id=run_id
     )
     yield from (head for head, _ in request.frames())
 

@@ -12,7 +12,7 @@ from orchestrator.agent import process
 from orchestrator.agent.files import read_record
 from orchestrator.agent.looking import Failed, Limit, Look, at_once, command, text_of
 from orchestrator.agent.program import boot_id, which
-from orchestrator.agent.protocol import PROBES, AgentError
+from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.records import exit_record, run_record, supervisor_record
 from orchestrator.agent.serve import Request
 from orchestrator.paths import RunPaths
@@ -37,6 +37,7 @@ FILES = {
     "mounts": "/proc/self/mounts",
     "loadavg": "/proc/loadavg",
 }
+SIDES = ("container", "host")
 WANTED = ("python3", "python", "tmux", "gcc", "cc", "clang", "nvidia-smi", "git", "py-spy")
 """``which``: what a run or its diagnosis may need."""
 
@@ -61,7 +62,7 @@ class Scene(NamedTuple):
 
 def probe(request: Request) -> dict[str, Any]:
     side = request.get("side", str, "container")
-    if side not in PROBES:
+    if side not in SIDES:
         raise AgentError("request.invalid", f"no such side: {side!r}", field="side")
     run = None
     if request.get("run_id", str) is not None:
@@ -75,9 +76,10 @@ def probe(request: Request) -> dict[str, Any]:
         pve_root=request.get("pve_root", str, "/etc/pve"),
         limit=Limit(request.get("timeout_s", (int, float), 3.0)),
     )
-    looks = _looks(side, scene)
-    names = request.get("names", list) or list(PROBES[side])
-    unknown = [name for name in names if name not in looks]
+    known = looks(side, scene)
+    without = request.get("without", list, [])
+    names = request.get("names", list) or [name for name in known if name not in without]
+    unknown = [name for name in [*names, *without] if name not in known]
     if unknown:
         raise AgentError("request.invalid", f"no such probes: {unknown}", field="names")
     results: dict[str, Any] = {}
@@ -86,7 +88,7 @@ def probe(request: Request) -> dict[str, Any]:
         results[name] = _as_answer(look)
         request.send({"probe": name, **results[name]})
 
-    at_once({name: looks[name] for name in names}, scene.limit.left_s, tell)
+    at_once({name: known[name] for name in names}, scene.limit.left_s, tell)
     return {"probes": results}
 
 
@@ -101,11 +103,13 @@ def _as_answer(look: Look) -> dict[str, Any]:
     return answer
 
 
-def _looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
+def looks(side: str, scene: Scene) -> dict[str, Callable[[], Any]]:
+    """Every look at a machine of this side, by name: what is here is looked at. ``diag`` reads the
+    text by these names, as what the command of that name would print."""
     if side == "host":
-        from orchestrator.agent.host import looks
+        from orchestrator.agent import host
 
-        return looks(scene)
+        return host.looks(scene)
     found: dict[str, Callable[[], Any]] = {
         name: partial(command, line.split(), scene.limit) for name, line in COMMANDS.items()
     }

@@ -165,12 +165,12 @@ Looking
 ``preflight`` {"python", "modules": [names], "gpus": [], "release_bytes"?} → {"checks": {name:
     {"ok": bool, "seconds", "value": {…} | "error"}}} names: python, modules, tmux, disk, shm,
     limits, memory, locale, clock, gpu, cpu, workdir, runs
-``probe`` {"names"?: [] (default all of this side), "run_id"?, "side": "container"|"host", "ct"?,
-    "python"?, "pve_root"?, "timeout_s": 3} → frames {"probe": name, "ok", "text", "value",
-    "seconds", "error"?} as they come → {"probes": {name: {…}}}; names are those of ``PROBES``
-    below. ``text`` is what a person would have seen (of a failed look: why), ``value`` the same or
-    a small JSON value (boot_id {"at_start", "now"}, exit_record). Each has its own time limit and
-    cannot fail the others.
+``probe`` {"names"?: [] (default all of this side), "without"?: [names], "run_id"?, "side":
+    "container"|"host", "ct"?, "python"?, "pve_root"?, "timeout_s": 3} → frames {"probe": name,
+    "ok", "text", "value", "seconds", "error"?} as they come → {"probes": {name: {…}}}; names are
+    those of ``probe.looks``. ``text`` is what a person would have seen (of a failed look: why),
+    ``value`` the same or a small JSON value (boot_id {"at_start", "now"}, exit_record). Each has
+    its own time limit and cannot fail the others.
 ``gpu.processes`` {"timeout_s": 10} → {"gpus": [{index, uuid, name, memory_used_mb,
     memory_total_mb, utilization, pids: []}], "processes": [{pid, gpu_uuid, memory_mb, command, ct,
     run_id}], "error"?}; on a host ``ct`` is the container of the PID (by its cgroup) or null,
@@ -214,23 +214,6 @@ RELAY_WINDOW = 4 << 20
 many containers."""
 
 TAIL_PIECE = 256 << 10
-
-CONTAINER_PROBES = (
-    *("now", "date", "boot_id", "uptime", "nvidia_smi", "nvidia_smi_L", "nvidia_smi_q"),
-    *("nvidia_smi_topo", "ls_dev", "proc_driver", "df", "inodes", "mounts", "shm", "tmux", "ps"),
-    *("memory_events", "cgroup_events", "memory", "free", "nproc", "loadavg", "ulimits"),
-    *("ulimit_l", "locale", "env", "which", "ip_addr", "dmesg", "exit_record"),
-    *("last_log_write", "nccl_flight", "compile_cache", "pip_list", "pip_check"),
-)
-HOST_PROBES = (
-    *("date", "host_dmesg", "host_gpus", "host_nvidia_smi_L", "host_compute_apps", "host_cgroup"),
-    *("host_proc_devices", "host_proc_driver", "host_lsmod", "host_dkms", "host_journal"),
-    *("pct_list", "pct_status", "pct_config", "tasks", "cluster", "ps_host", "systemctl_host"),
-    *("cgroup_events", "host_ls_dev"),
-)
-"""Text by name, as ``diag`` reads them: what the command of that name would print."""
-
-PROBES = {"container": CONTAINER_PROBES, "host": HOST_PROBES}
 
 
 class AgentError(Exception):

@@ -15,7 +15,9 @@ from laptop import Cli
 
 from orchestrator import inventory as inventories
 from orchestrator import target as targets
-from orchestrator.agent.protocol import CONTAINER_PROBES, HOST_PROBES
+from orchestrator.agent.looking import Limit
+from orchestrator.agent.probe import SIDES, Scene
+from orchestrator.agent.probe import looks as looks_of
 from orchestrator.channel import AgentChannel
 from orchestrator.collect import AFTERWARDS, LOOK_LIMIT_S, Collected, collect
 from orchestrator.fleet import Fleet
@@ -104,8 +106,9 @@ def test_tools_that_hang_on_both_sides_are_evidence(
     # Each is told, and takes nothing else with it: not those that were to begin after it.
     assert inside >= {"nvidia_smi", "nvidia_smi_L", "nvidia_smi_q", "nvidia_smi_topo"}
     assert inside >= {"df", "inodes", "shm", "host_nvidia_smi_L", "host_compute_apps"}
-    assert set(CONTAINER_PROBES) - AFTERWARDS <= probes.keys()
-    assert set(HOST_PROBES) <= probes.keys()
+    scene = Scene(None, "python3", 300, "/etc/pve", Limit(LOOK_LIMIT_S))
+    for side in SIDES:
+        assert set(looks_of(side, scene)) - AFTERWARDS <= probes.keys()
     assert "sleep 600" in probes["ps"]
     assert probes["pct_status"] == "status: running"
     assert not {"host_agent", "container_agent"} & probes.keys()

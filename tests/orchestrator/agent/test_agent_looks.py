@@ -15,9 +15,10 @@ import pytest
 from orchestrator.agent import host
 from orchestrator.agent.host import configuration
 from orchestrator.agent.lease import STARTING_S
-from orchestrator.agent.probe import CHECK, compile_caches
-from orchestrator.agent.protocol import PROBES
+from orchestrator.agent.looking import Limit
+from orchestrator.agent.probe import CHECK, Scene, compile_caches, looks
 
+SCENE = Scene(None, "python3", 200, "/etc/pve", Limit(1.0))
 FAKE_FREE = ("now", "date", "boot_id", "df", "mounts", "ps", "loadavg", "ulimits", "which", "env")
 
 
@@ -26,7 +27,7 @@ FAKE_FREE = ("now", "date", "boot_id", "df", "mounts", "ps", "loadavg", "ulimits
 def test_every_probe_answers_and_none_fails_the_others(agent: Any, side: str) -> None:
     head, frames = agent.finish(agent.send("probe", side=side, ct=200))
     probes = head["result"]["probes"]
-    assert set(probes) == set(PROBES[side])
+    assert set(probes) == set(looks(side, SCENE))
     assert [part["probe"] for part, _ in frames].sort() == list(probes).sort()
     for name, found in probes.items():
         assert found["ok"] or found["error"], name
@@ -56,6 +57,14 @@ def test_a_tool_that_is_not_there_is_named(agent: Any) -> None:
 def test_unknown_probes_are_refused(agent: Any) -> None:
     error = agent.error(agent.send("probe", names=["df", "secrets"]))
     assert "secrets" in error["message"]
+    error = agent.error(agent.send("probe", without=["secrets"]))
+    assert "secrets" in error["message"]
+
+
+def test_all_probes_but_the_named_are_asked(agent: Any) -> None:
+    """What costs a live run something can be left out, and a new probe is asked for all the same."""
+    most = sorted({*looks("container", SCENE)} - {"loadavg", "nproc"})
+    assert set(agent.call("probe", without=most)["probes"]) == {"loadavg", "nproc"}
 
 
 def test_probes_of_a_run_see_its_command(runs: Any) -> None:
