@@ -62,7 +62,7 @@ def test_unknown_probes_are_refused(agent: Any) -> None:
 
 
 def test_all_probes_but_the_named_are_asked(agent: Any) -> None:
-    """What costs a live run something can be left out, and a new probe is asked for all the same."""
+    """What costs a live run something can be left out; a new probe is asked for all the same."""
     most = sorted({*looks("container", SCENE)} - {"loadavg", "nproc"})
     assert set(agent.call("probe", without=most)["probes"]) == {"loadavg", "nproc"}
 
