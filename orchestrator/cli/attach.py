@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from contextlib import nullcontext
+from typing import Annotated, Any
 
 import typer
 
 from orchestrator import pct
+from orchestrator.audit import audited
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, OwnRuns
-from orchestrator.cli.session import open_session
+from orchestrator.cli.session import Session, open_session
 from orchestrator.errors import RefusedError, UsageError
 from orchestrator.launch import host_ssh_argv
+from orchestrator.run import RunRef
 
 STAND_INS = ("xterm-256color", "xterm")
 """For a terminal of which the container has no description: tmux would refuse it."""
@@ -47,19 +50,10 @@ def attach(
         )
     with open_session(inventory, patient=False, as_json=as_json) as session:
         ref = session.one_run_to_change(runs, host, ct, "attach")
-        # In this order they are tried; what Debian's ncurses-base has is there with every tmux.
-        terminals = list(dict.fromkeys([terminal, *STAND_INS]))
-        answer = session.fleet.container(ref.target).call(
-            "run.attach", terminals=terminals, **ref.fields
-        )
-    if not answer["alive"]:
-        words = f"dflashctl tail {ref.run_id or ref.target.arguments}"
-        raise RefusedError(
-            "its tmux session is gone",
-            next_step=f"its log can be read all the same: {words}",
-            **ref.target.place,
-            run_id=ref.run_id,
-        )
+        # What is typed there reaches the run; what is only printed nobody has used yet.
+        noted = audited(session.fleet, ref.target, "attach", output.notice, run_id=ref.run_id)
+        with nullcontext() if dry_run or as_json else noted:
+            answer = _ask(session, ref, terminal)
     # `--keep-env 0` leaves TERM=linux and no locale: tmux would draw with neither colour nor lines.
     known = answer.get("terminal") or terminal
     if known != terminal:
@@ -76,3 +70,23 @@ def attach(
         output.say(pct.shell_line(argv))
         return
     os.execvp(argv[0], argv)
+
+
+def _ask(session: Session, ref: RunRef, terminal: str) -> dict[str, Any]:
+    """How the run's session is shown on such a terminal.
+
+    :raises RefusedError: the session is gone.
+    """
+    # In this order they are tried; what Debian's ncurses-base has is there with every tmux.
+    terminals = list(dict.fromkeys([terminal, *STAND_INS]))
+    answer = session.fleet.container(ref.target).call(
+        "run.attach", terminals=terminals, **ref.fields
+    )
+    if not answer["alive"]:
+        words = f"dflashctl tail {ref.run_id or ref.target.arguments}"
+        raise RefusedError(
+            "its tmux session is gone",
+            next_step=f"its log can be read all the same: {words}",
+            **ref.place,
+        )
+    return answer

@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import sys
 import time
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -257,14 +258,6 @@ def stop(
         interrupt.told(going_on),
     ):
 
-        def pinned(ref: RunRef) -> RunRef:
-            try:
-                return session.pinned(ref, "stop")
-            except DflashctlError as error:
-                known = {"run_id": error.run_id}
-                with audited(session.fleet, ref.target, "stop", output.notice, **known):
-                    raise
-
         def work(ref: RunRef) -> dict[str, Any]:
             with audited(session.fleet, ref.target, "stop", output.notice, run_id=ref.run_id):
                 answer = _stop(session.fleet, ref, fields, as_json)
@@ -278,7 +271,7 @@ def stop(
         # At once: what hangs in one container must not keep another's run going.
         refs = []
         chosen = session.runs_to_change(runs, host, ct, "stop")
-        for _, found in each_run(session.fleet, chosen, pinned):
+        for _, found in each_run(session.fleet, chosen, partial(session.pinned, verb="stop")):
             if isinstance(found, DflashctlError):
                 fail(found)
             else:

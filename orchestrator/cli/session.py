@@ -11,7 +11,7 @@ from orchestrator import head_start
 from orchestrator import inventory as inventories
 from orchestrator import target as targets
 from orchestrator.cli import output
-from orchestrator.errors import UsageError
+from orchestrator.errors import DflashctlError, UsageError
 from orchestrator.fleet import Fleet, Notice
 from orchestrator.inventory import Inventory
 from orchestrator.inventory_files import files_of, stamp
@@ -94,10 +94,18 @@ class Session:
         return [newest_own(self.fleet, self.inventory, self.state, verb)]
 
     def pinned(self, ref: RunRef, verb: str) -> RunRef:
-        """:raises RefusedError: it was named by its container, and is somebody else's."""
+        """The host notes a refusal as it would the deed.
+
+        :raises RefusedError: it was named by its container, and is somebody else's.
+        """
+        from orchestrator.audit import audited
         from orchestrator.own_runs import pin
 
-        return pin(self.fleet, self.state, ref, verb, output.notice)
+        try:
+            return pin(self.fleet, self.state, ref, verb, output.notice)
+        except DflashctlError as error:
+            with audited(self.fleet, ref.target, verb, output.notice, run_id=error.run_id):
+                raise
 
     def with_siblings(self, refs: Sequence[RunRef]) -> list[RunRef]:
         """``refs``, and the other nodes of those that run on several containers."""

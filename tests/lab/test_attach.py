@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 from laptop import Cli, Terminal
+from test_audit import audited
+
+from orchestrator.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
 
 
-def test_the_session_is_seen_and_left_without_harm(cli: Cli, code: Path) -> None:
+def test_the_session_is_seen_and_left_without_harm_and_the_host_knows_by_whom(
+    cli: Cli, lab: Lab, code: Path
+) -> None:
     words = ("launch", "lab-201", "--", "sh", "-c", "while :; do echo alive; sleep 0.5; done")
     run_id = cli.json(*words, cwd=code)["run_id"]
     terminal = Terminal(cli, "attach")
@@ -20,6 +25,8 @@ def test_the_session_is_seen_and_left_without_harm(cli: Cli, code: Path) -> None
     assert terminal.exit_code() == 0
     assert cli.json("status")["state"] == "training"
     assert cli("attach", "--dry-run", code=0).stdout.startswith("ssh -t ")
+    launched, attached = [line for line in audited(lab) if line.get("run_id") == run_id]
+    assert {**launched, **attached} == {**attached, "action": "attach", "result": "ok"}
     cli("stop", run_id, code=0)
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
 LOG = "/var/lib/dflashctl/audit.log"
 
 
-def lines(lab: Lab) -> list[dict[str, Any]]:
+def audited(lab: Lab) -> list[dict[str, Any]]:
     done = lab.host(["sh", "-c", f"cat {LOG} 2>/dev/null || true"], capture_output=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -24,7 +24,7 @@ def lines(lab: Lab) -> list[dict[str, Any]]:
 def test_each_changing_action_leaves_a_line_refused_ones_too(
     cli: Cli, lab: Lab, code: Path
 ) -> None:
-    before = len(lines(lab))
+    before = len(audited(lab))
     words = ("launch", "lab-201", "--name", "noted", "--env", "TOKEN=s3cr3t", "--", "sleep", "99")
     run_id = cli.json(*words, cwd=code)["run_id"]
     cli(*words, cwd=code, code=4)
@@ -32,7 +32,7 @@ def test_each_changing_action_leaves_a_line_refused_ones_too(
     cli("push", "lab-201", cwd=code, code=0)
     cli("exec", "lab-201", "--", "sh", "-c", "exit 3", "s3cr3t", code=3)
     cli("ps", code=0)
-    found = lines(lab)[before:]
+    found = audited(lab)[before:]
     assert [(line["action"], line["result"].partition(":")[0]) for line in found] == [
         ("launch", "ok"),
         ("launch", "RefusedError"),
