@@ -45,11 +45,19 @@ def test_a_dead_host_never_holds_up_the_others(
     assert b"gone" in terminal.seen and b"unreachable" in terminal.seen
 
 
-def test_ps_tells_what_is_not_running_apart_from_what_failed(cli: Cli, code: Path) -> None:
+def test_ps_tells_what_is_not_running_apart_from_what_failed(
+    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+) -> None:
     cli("launch", "lab-201", "--wait", "--", "false", cwd=code, code=1)
     found = cli.json("ps")
     assert [(gone["ct"], gone["state"]) for gone in found["unreachable"]] == [(202, "not running")]
     assert next(run for run in found["runs"] if run["ct"] == 201)["state"] == "failed"
+    # Of a colleague's run id nobody knows how long it is before it comes.
+    ben = Cli.at_home(tmp_path / "ben", lab.inventory)
+    long = ben.json("launch", "lab-200", "--name", 40 * "n", "--", "true", cwd=code)["run_id"]
+    header, *rows = cli("ps", code=0).stdout.splitlines()
+    assert any(row.startswith(long) for row in rows)
+    assert {row.index("lab-20") for row in rows} == {header.index("WHERE")}
 
 
 def test_stop_lets_the_run_save_and_keeps_its_last_lines(cli: Cli, lab: Lab, code: Path) -> None:
