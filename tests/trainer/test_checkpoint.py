@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,43 +103,6 @@ def test_a_record_that_is_no_checkpoints_is_named(tmp_path: Path, text: str) -> 
     for look in (store.check, lambda: store.load(path), lambda: drafter_folder(path)):
         with pytest.raises(CheckpointError, match=r"state\.json"):
             look()
-
-
-KILLED_WHILE_SAVING = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_checkpoint import make_store, state
-
-folder = Path({folder!r})
-make_store(folder).save(10, state(1.0))
-
-def die(path, master):
-    path.mkdir()
-    (path / "half").write_text("x")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-store = make_store(folder)
-store.export = die
-store.save(20, state(2.0))
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_inside_a_save_leaves_the_one_before(tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    script = KILLED_WHILE_SAVING.format(tests=str(Path(__file__).parent), folder=str(folder))
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert list(folder.glob("*.part")), "the kill came in the middle"
-    store = make_store(folder)
-    path = store.newest()
-    assert path is not None
-    assert store.load(path).step == 10
-    store.save(20, state(2.0))
-    assert store.steps() == [10, 20]
-    assert not list(folder.glob("*.part"))
 
 
 def test_a_save_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

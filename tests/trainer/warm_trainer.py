@@ -25,7 +25,7 @@ VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent))),
 }
 
 
@@ -37,11 +37,13 @@ def server() -> ForkServer:
 class Trainer:
     """One call of the command, running. Its output goes into ``log``."""
 
+    module = "trainer"
+
     def __init__(self, log: Path, *arguments: str | Path, **environment: str) -> None:
         self.log = log
         with log.open("w") as stream:
             self._process = server().start(
-                "trainer",
+                self.module,
                 [str(argument) for argument in arguments],
                 cwd=ROOT,
                 variables={**os.environ, **VARIABLES, **environment},
