@@ -199,7 +199,7 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
         ("tokens/s", compact(run.tokens_per_s) if run.tokens_per_s else None),
         ("eta", duration(run.eta_s) if run.eta_s is not None and not run.is_over else None),
         ("silent for", duration(run.idle_s) if run.idle_s and not run.is_over else None),
-        ("attempts", len(answer.get("attempts") or []) if _restarted(answer) else None),
+        ("attempt", _attempt(answer)),
         ("folder", answer.get("run_dir")),
         ("git", _git(record.get("meta") or record)),
     ]
@@ -211,8 +211,11 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
         output.say(f"  | {line}")
 
 
-def _restarted(answer: dict[str, Any]) -> bool:
-    return len(answer.get("attempts") or []) > 1
+def _attempt(answer: dict[str, Any]) -> str | None:
+    """``2 of 3``, of a run that its supervisor may start again."""
+    restart = (answer.get("record") or {}).get("restart") or {}
+    more = restart.get("max")
+    return f"{answer.get('attempt') or 1} of {more + 1}" if more else None
 
 
 def _stopped_by(answer: dict[str, Any]) -> str | None:

@@ -73,24 +73,6 @@ def test_the_runs_own_exit_code_is_known(cli: Cli, code: Path) -> None:
     assert cli("tail", "--no-follow", code=0).stdout.startswith("hello")
 
 
-def test_a_run_that_fails_starts_again_by_itself_from_its_newest_checkpoint(
-    cli: Cli, lab: Lab, code: Path
-) -> None:
-    (code / "start_training.sh").write_text(
-        "echo attempt $DFLASH_ATTEMPT from ${DFLASH_RESUME:-the start}\n"
-        "mkdir -p $DFLASH_RUN_DIR/checkpoints/step-00000003\n"
-        "[ $DFLASH_ATTEMPT = 2 ]\n"
-    )
-    done = cli("launch", "lab-200", "--restarts", "1", "--wait", cwd=code, code=0)
-    run_id = done.stdout.splitlines()[0]
-    run = f"/workspace/dflashctl/runs/{run_id}"
-    log = files_in(lab, 200, f"{run}/train.log")
-    assert "attempt 1 from the start\n" in log
-    assert f"attempt 2 from {run}/checkpoints/step-00000003\n" in log
-    attempts = json.loads(files_in(lab, 200, f"{run}/exit.json"))["attempts"]
-    assert [attempt["exit_code"] for attempt in attempts] == [1, 0]
-
-
 def test_a_command_gets_its_words_untouched(cli: Cli, lab: Lab, code: Path) -> None:
     words = ["it's", "$HOME", "a\nb", "", "*", "-x", "ü"]
     done = cli("launch", "lab-201", "--wait", "--", "printf", "<%s>", *words, cwd=code, code=0)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from laptop import Cli
+from laptop import Cli, own_lines
 
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
@@ -19,11 +19,6 @@ def launch(cli: Cli, code: Path, script: str, ct: str = "lab-201", **words: str)
     (code / "start_training.sh").write_text(script)
     options = [word for name, value in words.items() for word in (f"--{name}", value)]
     return str(cli.json("launch", ct, *options, cwd=code)["run_id"])
-
-
-def own_lines(text: str) -> list[str]:
-    """Without the supervisor's own."""
-    return [line for line in text.splitlines() if not line.startswith("[dflashctl]")]
 
 
 def test_it_follows_to_the_end_and_tells_how_it_ended(cli: Cli, code: Path) -> None:
@@ -48,23 +43,6 @@ def test_lines_are_whole_once_and_in_order_across_cuts(
     assert process.returncode == 0, err
     assert own_lines(out) == [f"line {i}" for i in range(1, 3001)]
     assert "trying again in" in err
-
-
-def test_every_line_of_every_attempt_comes_once_across_restarts_and_a_cut(
-    cli: Cli, proxied: Proxy, code: Path
-) -> None:
-    (code / "start_training.sh").write_text(
-        "for i in $(seq 20); do echo attempt $DFLASH_ATTEMPT line $i; sleep 0.1; done\n"
-        "[ $DFLASH_ATTEMPT = 2 ]\n"
-    )
-    run_id = cli.json("launch", "lab-201", "--restarts", "2", cwd=code)["run_id"]
-    process = cli.start("tail", run_id, "-n", "1000")
-    time.sleep(2.0)
-    proxied.cut()  # after the first failure comes a pause of 5 s
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    wanted = [f"attempt {attempt} line {i}" for attempt in (1, 2) for i in range(1, 21)]
-    assert own_lines(out) == wanted
 
 
 def test_a_silent_link_is_noticed_and_nothing_is_lost(cli: Cli, proxied: Proxy, code: Path) -> None:
