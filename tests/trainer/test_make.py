@@ -12,7 +12,7 @@ from tiny_target import make_model, make_tokenizer, run_config, save_target, wri
 
 from trainer.config import parse_config
 from trainer.data.decode import BatchDecoder, Completion, Request
-from trainer.data.make import Journal, Maker
+from trainer.data.make import Journal, Maker, Say
 from trainer.data.pack import PackedBatches
 from trainer.data.prepare import feature_file, load_prepared, prepare
 from trainer.data.settings import MakeConfig
@@ -80,16 +80,16 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     assert [item["key"] for item in journal.read()] == [1, 2, 4]
 
 
-def make_maker(folder: Path) -> Maker:
+def make_maker(folder: Path, say: Say = lambda _: None, **response: float) -> Maker:
     config = MakeConfig.model_validate(
         {
             "prompts": [{"kind": "self", "count": 6, "max_new_tokens": 8}],
-            "response": {"max_new_tokens": 8, "batch": 3},
+            "response": {"max_new_tokens": 8, "batch": 3, **response},
         }
     )
     model = make_model("llama")
     tokenizer = make_tokenizer()
-    return Maker(model, tokenizer, config, folder, seed=1, held_out=0.0, say=lambda _: None)
+    return Maker(model, tokenizer, config, folder, seed=1, held_out=0.0, say=say)
 
 
 def test_a_killed_run_makes_only_what_is_missing(tmp_path: Path) -> None:
@@ -105,6 +105,23 @@ def test_a_killed_run_makes_only_what_is_missing(tmp_path: Path) -> None:
     assert [r["key"] for r in again] == [r["key"] for r in whole]
     assert path.read_text().splitlines()[:2] == lines[:2]
     assert len(path.read_text().splitlines()) == 5
+
+
+def test_a_time_that_ran_out_is_told_with_what_it_left(tmp_path: Path) -> None:
+    """`responses 3/5` alone reads as if two had failed."""
+    from trainer.data.conversation import Conversation
+
+    asked = [Conversation([{"role": "user", "content": f"n {i}"}], "test") for i in range(5)]
+    said: list[str] = []
+    assert len(make_maker(tmp_path, said.append, seconds=1e-6).responses(asked)) == 3
+    assert said[-2].startswith("data: responses 3/5 | ")
+    assert said[-1] == (
+        "data: the 1e-06 s for responses are over: the run goes on with these 3, without the other"
+        " 2"
+    )
+    said.clear()
+    assert len(make_maker(tmp_path, said.append, seconds=600).responses(asked)) == 5
+    assert said[-1].startswith("data: responses 5/5 | ")
 
 
 def test_self_made_prompts_are_repeatable_and_end_on_their_own(tmp_path: Path) -> None:
