@@ -47,11 +47,14 @@ class DflashctlError(Exception):
         self.host = host
         self.ct = ct
         self.run_id = run_id
+        self.container: str | None = None
+        """What the user calls it; ``Fleet.named`` knows."""
 
     @property
     def where(self) -> str:
-        """``lab/200 run r1``: the parts that are known."""
-        place = "/".join(str(p) for p in (self.host, self.ct) if p is not None)
+        """``train-a run r1``, or ``pve1/200 run r1``: the parts that are known."""
+        numbers = "/".join(str(p) for p in (self.host, self.ct) if p is not None)
+        place = self.container or numbers
         return " ".join(p for p in (place, f"run {self.run_id}" if self.run_id else "") if p)
 
     def __str__(self) -> str:

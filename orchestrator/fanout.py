@@ -77,10 +77,10 @@ def _at_once(
     try:
         for _ in items:
             host, item, done = answers.get()
-            answer = _told(done.result)
+            answer = _told(fleet, done.result)
             if isinstance(answer, AuthenticationFailed) and fleet.asks and host not in refused:
                 # A person is asked for a password in the main thread alone, which is this one.
-                answer = _told(partial(work, item))
+                answer = _told(fleet, partial(work, item))
                 if isinstance(answer, AuthenticationFailed):
                     refused.add(host)
             yield item, answer
@@ -99,8 +99,8 @@ def _done(work: Callable[[], Answer]) -> Future[Answer]:
     return done
 
 
-def _told(work: Callable[[], Answer]) -> Answer | DflashctlError:
+def _told(fleet: Fleet, work: Callable[[], Answer]) -> Answer | DflashctlError:
     try:
         return work()
     except DflashctlError as error:
-        return error
+        return fleet.named(error)

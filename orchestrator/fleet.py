@@ -138,6 +138,8 @@ class Fleet:
         self._owners: dict[AgentChannel, _Owner] = {}
         self._crowded: set[HostTarget] = set()
         """Hosts whose containers are reached through their own agent."""
+        self._names: dict[tuple[str, int], str] = {}
+        """What the user calls the containers of which there was talk."""
 
     def __enter__(self) -> Fleet:
         return self
@@ -159,9 +161,21 @@ class Fleet:
 
         One alone is reached directly, which is a process and a round trip less.
         """
+        targets = list(targets)
         counts = Counter(target.host for target in targets)
         with self._lock:
+            self._names |= {(target.host.name, target.ct): target.name for target in targets}
             self._crowded |= {host for host, count in counts.items() if count > 1}
+
+    def named(self, error: DflashctlError) -> DflashctlError:
+        """``error`` with its container's name, which a channel does not know: one container has one
+        name in all that a person reads, whatever it is that tells of it."""
+        if error.host is not None and error.ct is not None:
+            error.container = self._names.get((error.host, error.ct))
+        return error
+
+    def _name(self, host: HostTarget, ct: int | None) -> str:
+        return host.name if ct is None else self._names.get((host.name, ct), f"{host.name}/{ct}")
 
     def room(self, host: HostTarget) -> int:
         """How many channels to containers of a host may stay open.
@@ -176,6 +190,8 @@ class Fleet:
         :raises UnreachableError: the host cannot be reached.
         """
         host = target.host
+        with self._lock:
+            self._names[host.name, target.ct] = target.name
         carrier = self.carrier(host)
         if carrier is None:
             return self._direct(target, agent_argv(target))
@@ -302,7 +318,8 @@ class Fleet:
         if channel.is_over:
             return
         # Over a slow link the host's answer is seconds away too.
-        self._waiting(f"{host.name if ct is None else f'{host.name}/{ct}'}: starting the agent …")
+        name = self._name(host, ct)
+        self._waiting(f"{name}: starting the agent …")
         broken = _look_at_shell(owner, ct, "", None)
         if broken is not None and not channel.has_spoken:
             channel.give_up(broken)
@@ -319,7 +336,7 @@ class Fleet:
             channel.give_up(pct.frozen(host.name, ct))
             return
         state = "is frozen" if is_frozen else "has not answered yet"
-        self._notice(f"{host.name}/{ct} {state}: waiting up to {START_S:.0f} s for it")
+        self._notice(f"{name} {state}: waiting up to {START_S:.0f} s for it")
 
     def _remember(self, place: str, hello: dict[str, object]) -> None:
         # From a temporary folder it is gone at the next boot, or before.

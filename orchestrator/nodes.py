@@ -223,7 +223,7 @@ def _take_back(fleet: Fleet, node: Started, notice: Notice) -> None:
     try:
         reconnecting(fleet, partial(fleet.container, node.target), stop, notice)
     except DflashctlError as error:
-        notice(f"{error.where}: {error.what}; stop it by hand: dflashctl stop {node.run_id}")
+        notice(f"{node.target.name}: {error.what}; stop it by hand: dflashctl stop {node.run_id}")
 
 
 def _ask(channel: AgentChannel, target: Target, *words: str) -> Request:

@@ -43,7 +43,7 @@ def reconnecting(
                 raise
             if not reached and isinstance(error, HostUnreachable):
                 raise
-            notice(f"{error.where}: {error.what}; trying again in {pause:.0f} s")
+            notice(f"{fleet.named(error).where}: {error.what}; trying again in {pause:.0f} s")
         if channel is not None:
             fleet.drop(channel)
             channel = None

@@ -89,7 +89,7 @@ def _live(
     if as_json:
         output.emit({**place, **found.report.as_dict()})
     else:
-        where = f"{place['host']}/{place['ct']}"
+        where = ref.target.name
         state = f": {place['state']}" if place.get("state") else ""
         # A container that was not asked may well have runs.
         nobody = "its runs are not known" if found.collected.error else "no run"
@@ -108,7 +108,7 @@ def _nothing_ran(session: Session, ref: RunRef, error: RunNotFound, as_json: boo
     if as_json:
         output.emit({**error.as_dict(), "findings": [], **found.as_json()})
     else:
-        output.fail(error, as_json=False)
+        output.fail(session.fleet.named(error), as_json=False)
         output.say("what a launch there would find:")
         show(found)
     return RefusedError.exit_code if found.refused else error.exit_code

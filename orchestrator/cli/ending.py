@@ -73,7 +73,7 @@ def follow_runs(
             one(ref, prefix)
         except DflashctlError as error:
             with lock:
-                output.fail(error, as_json=as_json)
+                output.fail(session.fleet.named(error), as_json=as_json)
                 codes.append(error.exit_code)
         except BrokenPipeError:
             unread.set()

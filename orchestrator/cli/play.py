@@ -77,7 +77,7 @@ def play(
             for result in run(steps, functions(stage), first):
                 _tell(result, max(len(step.name) for step in steps), as_json)
                 if result.error is not None:
-                    _stopped(result.error, again(result.step), as_json)
+                    _stopped(session.fleet.named(result.error), again(result.step), as_json)
                     raise typer.Exit(result.error.exit_code)
                 at = steps[min(max(result.number, first), len(steps) - 1)]
         except KeyboardInterrupt:

@@ -295,7 +295,7 @@ def _give_back(session: Session, ref: RunRef, run_id: str) -> None:
     try:
         lease.release(session.fleet.host(ref.target.host), run_id)
     except DflashctlError as error:
-        output.notice(f"{error.where}: leases were not given back: {error.what}")
+        output.notice(f"{ref.target.name}: leases were not given back: {error.what}")
 
 
 def _stop(fleet: Fleet, ref: RunRef, fields: dict[str, Any], as_json: bool) -> dict[str, Any]:

@@ -161,4 +161,8 @@ def open_session(
     notice = silence if quiet else output.notice
     waiting = silence if quiet or as_json else output.waiting
     with Fleet(state, ask=ask, patient=patient, notice=notice, waiting=waiting) as fleet:
-        yield Session(laptop, known, state, fleet)
+        try:
+            yield Session(laptop, known, state, fleet)
+        except DflashctlError as error:
+            fleet.named(error)
+            raise

@@ -54,6 +54,8 @@ def test_a_run_that_a_person_stopped_is_no_fault(ill_cli: Cli, ill: Lab, code: P
     done = ill_cli("diag", run_id)
 
     assert done.returncode == 0
+    # As `status` calls the container, and everything else.
+    assert done.stdout.startswith(f"{run_id} on lab-303: stopped")
     assert "run.interrupted: stopped by " in done.stdout
     assert "stopped by   " in ill_cli("status", run_id).stdout
 
@@ -74,7 +76,7 @@ def test_an_interpreter_that_the_container_lacks(ill: Lab, tmp_path: Path) -> No
     path.write_text(yaml.safe_dump(words))
     told = Cli(tmp_path / "elsewhere", path)("diag", "lab-303").stdout
 
-    assert "lab/303: its runs are not known" in told
+    assert "lab-303: its runs are not known" in told
     assert "the container has no /opt/venv/bin/python" in told
     assert "`python:` of lab-303" in told
     assert not re.search(r"pve-cluster|not_started", told)

@@ -129,7 +129,7 @@ def test_a_container_that_is_missing(cli: Cli, code: Path) -> None:
 
 def test_a_container_that_is_stopped(cli: Cli, code: Path) -> None:
     text = said(cli, 4, "launch", "lab-202", cwd=code)
-    assert "lab/202: the container is not running" in text and "pct start 202" in text
+    assert "lab-202: the container is not running" in text and "pct start 202" in text
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_workdir_with_something_in_the_way(
     cli.inventory = tmp_path / "changed.yaml"
     cli.inventory.write_text(yaml.safe_dump(known))
     text = said(cli, 4, "launch", "lab-201", cwd=code)
-    assert "lab/201: Not a directory: /etc/hostname" in text and "workdir" in text
+    assert "lab-201: Not a directory: /etc/hostname" in text and "workdir" in text
     assert "/etc/hostname is in the way: it is no folder" in cli("doctor", "lab-201", code=4).stdout
 
 
@@ -299,7 +299,7 @@ def test_an_unknown_key_in_the_trainers_config(cli: Cli, lab: Lab, code: Path) -
     (code / "config.yaml").write_text("targt:\n  model: x\n")
     before = cli.run_ids("lab-200")
     text = said(cli, 2, "launch", "lab-200", "--config", "config.yaml", cwd=code)
-    assert "lab/200" in text and "config.yaml" in text and "did you mean `target`?" in text
+    assert "lab-200" in text and "config.yaml" in text and "did you mean `target`?" in text
     assert cli.run_ids("lab-200") == before
 
 
@@ -311,7 +311,7 @@ def test_a_config_that_is_not_there(cli: Cli, code: Path) -> None:
 def test_a_container_without_what_the_trainer_needs(cli: Cli, code: Path) -> None:
     (code / "config.yaml").write_text("x: 1\n")
     text = said(cli, 4, "launch", "lab-201", "--config", "config.yaml", cwd=code)
-    assert "lab/201" in text and "has no torch" in text and "-m pip install torch" in text
+    assert "lab-201" in text and "has no torch" in text and "-m pip install torch" in text
 
 
 def test_a_trainer_of_ones_own_beside_a_config(cli: Cli, code: Path) -> None:
@@ -353,7 +353,7 @@ def test_only_python3_minimal(poor: Cli, code: Path) -> None:
 
 def test_no_tmux(poor: Cli, poor_lab: Lab, code: Path) -> None:
     text = said(poor, 4, "launch", "lab-211", cwd=code)
-    assert "lab/211: there is no tmux" in text and "apt install tmux" in text
+    assert "lab-211: there is no tmux" in text and "apt install tmux" in text
     left = poor_lab.pct("exec", 211, "--", "sh", "-c", "ls /workspace/dflashctl/runs 2>&1 || true")
     assert left.strip() == "" or "No such file" in left
 
@@ -392,7 +392,7 @@ def test_a_disk_that_fills_during_a_push_leaves_nothing_half_made(
     before = names()
     done = poor("push", "lab-212", cwd=code)
     assert done.returncode == 1
-    assert "lab/212" in done.stderr and "next: free some space" in done.stderr
+    assert "lab-212" in done.stderr and "next: free some space" in done.stderr
     assert names() == before
 
 

@@ -132,7 +132,7 @@ def test_a_run_is_followed_looked_at_and_stopped(
     assert len(leases(machine)) == len(machine.spec.gpus)
 
     refused = user("launch", "lab-201", "--", "true", cwd=code, code=4).stderr
-    assert "error: lab/201 run " in refused
+    assert "error: lab-201 run " in refused
     assert re.search(rf"GPU 0 by \S+ for {run_id} in container 200", refused)
 
     assert re.search(r"step \d+/1000000 \| loss ", user("tail", "-F", code=0).stdout)
@@ -165,7 +165,7 @@ def test_a_strangers_process_on_the_gpu_is_named_with_its_container(
         if not nvidia_smi("compute-apps=pid"):
             pytest.skip("this machine's driver tells of no processes")
         refused = user("launch", "lab-200", "--", "true", cwd=code, code=4).stderr
-        assert "error: lab/200 run " in refused
+        assert "error: lab-200 run " in refused
         found = re.search(r"GPU 0 by PID (\d+) \(.*hold\.py.* MiB\) in container 201", refused)
         assert found, refused
         assert b"hold.py" in Path(f"/proc/{found[1]}/cmdline").read_bytes()

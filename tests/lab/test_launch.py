@@ -122,7 +122,7 @@ def test_a_second_launch_is_refused_while_the_first_lives(cli: Cli, code: Path) 
     first = cli.json("launch", "lab-201", "--", "sleep", "60", cwd=code)["run_id"]
     refused = cli("launch", "lab-201", "--", "sleep", "60", cwd=code, code=4)
     assert first in refused.stderr and "--force" in refused.stderr
-    assert "lab/201" in refused.stderr
+    assert "lab-201" in refused.stderr
     second = cli.json("launch", "lab-201", "--force", "--", "sleep", "60", cwd=code)["run_id"]
     assert cli.json("status")["run_id"] == second
     stopped = cli("stop", first, second, code=0)

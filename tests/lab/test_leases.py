@@ -59,7 +59,7 @@ def test_a_leased_gpu_is_refused_to_another_container_until_the_run_ends(
 ) -> None:
     first = cli.json("launch", "lab-200", "--", "sleep", "60", cwd=code)["run_id"]
     refused = cli("launch", "lab-201", "--", "true", cwd=code, code=4)
-    assert "error: lab/201 run " in refused.stderr
+    assert "error: lab-201 run " in refused.stderr
     assert re.search(rf"GPUs are leased: GPU 0 by \S+ for {first} in container 200", refused.stderr)
     cli("stop", first, code=0)
     cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
@@ -91,7 +91,7 @@ def test_a_gpu_that_a_process_uses_is_refused_with_its_pid_and_container(
     pid = lab.init_pid(201)
     processes.write_text(f"{pid}, GPU-0000, 31190, python3\n")
     refused = cli("launch", "lab-200", "--", "true", cwd=code, code=4)
-    assert "error: lab/200 run " in refused.stderr
+    assert "error: lab-200 run " in refused.stderr
     assert f"GPU 0 by PID {pid}" in refused.stderr
     assert "31190 MiB" in refused.stderr and "container 201" in refused.stderr
     cli("launch", "lab-200", "--force", "--wait", "--", "true", cwd=code, code=0)

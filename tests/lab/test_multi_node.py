@@ -60,7 +60,7 @@ def cut_off(lab: Lab) -> Iterator[None]:
 def test_a_node_that_cannot_reach_the_first_keeps_all_from_starting(cli: Cli, code: Path) -> None:
     words = ("launch", "lab-200", "lab-201", "--name", "apart", "--", "python3", "node.py")
     done = cli(*words, cwd=code, code=4)
-    assert "lab/201: it cannot reach the first node, lab-200" in done.stderr
+    assert "lab-201: it cannot reach the first node, lab-200" in done.stderr
     runs = cli.json("ps", "lab-200", "lab-201", "--all")["runs"]
     assert not [run for run in runs if run["run_id"].startswith("apart")]
 
@@ -82,7 +82,7 @@ def test_a_stopped_container_among_them_is_told_before_anything_is_sent(
     cli: Cli, code: Path
 ) -> None:
     done = cli("launch", "lab", "--", "true", cwd=code, code=4)
-    assert "lab/202: the container is not running" in done.stderr
+    assert "lab-202: the container is not running" in done.stderr
 
 
 @pytest.mark.parametrize("named", ["one of its nodes", "the whole run"])

@@ -192,7 +192,7 @@ def test_lxd_9755_another_container_is_using_the_gpu(cli: Cli, lab: Lab, code: P
         lab.host(["kill", pid[0]])
         other.wait(30)
     assert f"GPU 0 by PID {pid[0]}" in refused.stderr
-    assert "in container 200" in refused.stderr and "lab/201" in refused.stderr
+    assert "in container 200" in refused.stderr and "lab-201" in refused.stderr
 
 
 @pytest.mark.usefixtures("shared_gpu")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import InventoryError, NotFoundError, UsageError
+from orchestrator.errors import InventoryError, NotFoundError, UnreachableError, UsageError
+from orchestrator.fleet import Fleet
 from orchestrator.inventory import Inventory, load
 from orchestrator.laptop_path import laptop_path
 from orchestrator.paths import LaptopPaths
+from orchestrator.state import LaptopState
 from orchestrator.target import Target, everything, resolve, resolve_host
 
 GOOD = """
@@ -199,6 +201,22 @@ def test_a_target_is_a_name_a_group_or_host_and_number(known: Inventory) -> None
     assert names(resolve(known, ["pve1/201"])) == ["b"]
     assert resolve(known) == []
     assert names(everything(known)) == ["a", "b"]
+
+
+def test_an_error_calls_a_container_what_its_user_does(
+    known: Inventory, laptop: LaptopPaths
+) -> None:
+    """And so do `ps`, `status` and `diag`; numbers are for containers that have no name."""
+    with Fleet(LaptopState(laptop)) as fleet:
+        fleet.expect(resolve(known, ["a"], "pve9", 300))
+
+        def where(host: str, ct: int | None) -> str:
+            return fleet.named(UnreachableError("no answer", host=host, ct=ct)).where
+
+        assert where("pve1", 200) == "a"
+        assert where("pve9", 300) == "pve9/300"
+        assert where("pve1", 999) == "pve1/999"
+        assert where("pve1", None) == "pve1"
 
 
 def test_a_host_outside_the_inventory_takes_its_defaults(known: Inventory) -> None:
