@@ -186,7 +186,7 @@ def _compared(clock: dict[str, Any], now: float) -> dict[str, Any]:
 
 
 # Fields of the agent's answers that are bytes.
-BYTES = frozenset({"free", "total", "available", "limit", "needed"})
+BYTES = frozenset({"free", "total", "available", "limit", "used", "needed", "locked_memory"})
 
 
 def _words(value: Any) -> str:
@@ -204,8 +204,10 @@ def _pair(key: str, value: Any) -> str:
         return key
     if key == "time":
         return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(value))
-    return f"{key} {_size(value) if key in BYTES else _words(value)}"
+    return f"{key.replace('_', ' ')} {_size(value) if key in BYTES else _words(value)}"
 
 
 def _size(value: Any) -> str:
-    return f"{value / 1e9:.1f} GB" if isinstance(value, (int, float)) else str(value)
+    if not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"

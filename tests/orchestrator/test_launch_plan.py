@@ -214,6 +214,12 @@ def test_a_driver_that_hangs_is_not_a_card_that_was_not_passed_through() -> None
     assert "pass the GPU through" in check.next_step
 
 
+def test_what_was_measured_has_its_unit() -> None:
+    value = {"path": "/workspace", "free": 60.9e9, "free_inodes": 12, "locked_memory": 8388608}
+    (check,) = read({"checks": {"disk": {"ok": True, "value": value}}}, TARGET)
+    assert check.text == "path /workspace, free 60.9 GB, free inodes 12, locked memory 8 MB"
+
+
 def test_a_low_limit_comes_with_the_line_that_raises_it() -> None:
     (check,) = read({"checks": {"limits": {"ok": False, "error": "locked memory"}}}, TARGET)
     assert "/etc/pve/lxc/200.conf: lxc.prlimit.memlock: unlimited" in check.next_step
