@@ -160,24 +160,3 @@ def test_behind_attempts_that_died_at_once_the_run_with_a_checkpoint_is_named(
         cli("launch", "lab-201", "--wait", "--", "false", cwd=code, code=1)
     done = cli("play", resume, cwd=code, code=5)
     assert f"--set run={good.stdout.split()[0]}" in done.stderr
-
-
-def test_discover_finds_what_the_inventory_lacks_and_adds_it_once(
-    cli: Cli, lab: Lab, tmp_path: Path
-) -> None:
-    import yaml
-
-    known = yaml.safe_load(lab.inventory.read_text())
-    known["containers"] = {}
-    folder = tmp_path / "inventory"
-    folder.mkdir()
-    (folder / "hosts.yaml").write_text(yaml.safe_dump(known))
-    cli.inventory = folder
-    assert "3 new" in cli("inventory", "discover", "lab", code=0).stderr
-    assert [p.name for p in folder.iterdir()] == ["hosts.yaml"]
-    cli("inventory", "discover", "lab", "--write", code=0)
-    listed = cli.json("inventory", "list")["containers"]
-    assert {entry["ct"] for entry in listed.values()} == {200, 201, 202}
-    written = (folder / "lab.yaml").read_text()
-    assert "3 known" in cli("inventory", "discover", "--write", code=0).stderr
-    assert (folder / "lab.yaml").read_text() == written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from laptop import Cli
+from laptop import Cli, Terminal
 
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
@@ -46,6 +47,7 @@ def test_a_run_that_slows_down_is_told_with_numbers_and_finishing_is_good(
     assert len(slow) == 1
     assert "4.6k tok/s, 77% below its recent best of 20.0k" in slow[0]["text"]
     assert slow[0]["alarm"] is True
+    assert slow[0]["eta_s"] > 0 and told[-1]["eta_s"] is None
     assert (told[-1]["state"], told[-1]["exit_code"], told[-1]["step"]) == ("finished", 0, 40)
 
 
@@ -163,8 +165,17 @@ def test_more_runs_than_a_host_has_channels_are_all_watched_to_their_end(
     assert {event["run_id"] for event in told if event["state"] == "finished"} == set(ids)
 
 
-def test_top_into_a_pipe_is_one_frame_of_every_container(cli: Cli, code: Path) -> None:
+def test_how_a_run_stands_is_a_line_on_a_terminal_and_a_row_of_top_in_a_pipe(
+    cli: Cli, code: Path
+) -> None:
     launch(cli, code, "lab-201", 100, 0.2)
+    terminal = Terminal(cli, "watch", "--every", "0.2s")
+    # The run itself says none: it is reckoned from the pace of its steps.
+    terminal.until(b"eta ")
+    (line,) = re.findall(r"training · step \d+/100 .*eta", terminal.seen.decode())
+    assert re.fullmatch(r".*/100 · 20\.0k tok/s · loss \d\.\d{4} · eta", line)
+    terminal.type(b"\x03")
+    assert terminal.exit_code() == 130
     lines = cli("top", code=0).stdout.splitlines()
     assert "1 training" in lines[0]
     rows = {line.split()[1]: line.split()[2] for line in lines[3:] if line}
