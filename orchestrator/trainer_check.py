@@ -81,7 +81,7 @@ def _tell_waiting(over: threading.Event, what: str, notice: Notice) -> None:
     while not over.wait(AGAIN_S):
         waited += AGAIN_S
         notice(
-            f"{what} there, for {waited:.0f} s now: a busy machine imports torch slowly, and a target "
-            "named by its hub name is looked up, without a way out for over a minute; Ctrl-C ends "
-            "it, nothing is started"
+            f"{what} there, for {waited:.0f} s now: a busy machine imports torch slowly, and a "
+            "target named by its hub name is looked up, without a way out for over a minute; "
+            "Ctrl-C ends it, nothing is started"
         )
