@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def test_measured_times_decide_before_counted_ones() -> None:
     plan = make_plan(given, work(QWEN3_8B, microbatches=20), EIGHT)
     assert (len(plan.targets), len(plan.drafters)) == (4, 4)
     assert "a target 192.3 ms and a drafter 240.8 ms (measured)" in plan.reason
-    assert "(measured times)" in plan.table()
+    assert "by measured times" in plan.table()
     assert not any("stage_ms" in line for line in plan.advice)
     counted = make_plan(pipeline(), work(QWEN3_8B, microbatches=20), EIGHT)
     assert (len(counted.targets), len(counted.drafters)) == (3, 5)
@@ -209,7 +210,15 @@ def test_the_table_shows_each_device_its_part_memory_and_cost() -> None:
     assert "of 141.0 GB" in lines[1] and lines[1].endswith("ms")
     assert "15 microbatches a step, 3 a drafter" in text
     assert "1 x 3072 x 20480 (125.8 MB each)" in text
-    assert "context tok/s at most (counted times)" in text
+    assert "context tok/s by counted operations, for the split; no promise" in text
+    measured = make_plan(pipeline(stage_ms={"target": 4, "drafter": 6}), work(QWEN3_8B), EIGHT)
+    assert "context tok/s by measured times, at most" in measured.table()
+
+
+def test_a_device_of_unknown_memory_is_told_what_it_needs() -> None:
+    cpu = [Device("cpu", "cpu")]
+    lines = make_plan(pipeline(executor="inline"), work(QWEN3_8B), cpu).table().splitlines()
+    assert re.search(r"^cpu +target 0, drafter 0 +[\d.]+ GB +[\d.]+ ms$", lines[1])
 
 
 def test_graphs_and_several_drafters_say_that_the_sum_waits_for_backward() -> None:
