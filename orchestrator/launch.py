@@ -28,8 +28,9 @@ from orchestrator.errors import (
 )
 from orchestrator.fleet import Fleet, Notice, Opening
 from orchestrator.laptop_path import read_text
+from orchestrator.push import Arrivals, Progress, Push, prune
 from orchestrator.reconnect import reconnecting
-from orchestrator.release import Arrivals, Progress, Push, Release, prune
+from orchestrator.release import Release
 from orchestrator.route import find_route
 from orchestrator.target import HostTarget, Target
 

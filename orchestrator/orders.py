@@ -15,7 +15,8 @@ from orchestrator.fleet import Fleet, Notice, Opening
 from orchestrator.laptop_path import did_you_mean, laptop_path, working_folder
 from orchestrator.launch import Order, Started
 from orchestrator.paths import LaptopPaths
-from orchestrator.release import Progress, Release
+from orchestrator.push import Progress
+from orchestrator.release import Release
 from orchestrator.run import new_run_id
 from orchestrator.state import LaptopState
 from orchestrator.target import Target

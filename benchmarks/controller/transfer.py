@@ -24,7 +24,7 @@ from orchestrator import release as releases
 from orchestrator import snapshot
 from orchestrator.fleet import Fleet
 from orchestrator.paths import LaptopPaths
-from orchestrator.release import Arrivals, Push
+from orchestrator.push import Arrivals, Push
 from orchestrator.state import LaptopState
 from orchestrator.target import resolve
 

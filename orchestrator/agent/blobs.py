@@ -31,17 +31,11 @@ than it saves."""
 
 
 class BlobStore:
-    """``verified`` collects the digests that this process itself received and hashed.
+    """``stamps``: modification times that pushes and releases gave to what they had verified: no
+    editor has touched a blob that still has one of them."""
 
-    :param stamps: modification times that releases gave their files: no editor has touched a blob
-        that still has one of them.
-    """
-
-    def __init__(
-        self, paths: ContainerPaths, verified: set[str], stamps: Collection[int] = ()
-    ) -> None:
+    def __init__(self, paths: ContainerPaths, stamps: Collection[int] = ()) -> None:
         self._paths = paths
-        self._verified = verified
         self._stamps = stamps
         self._folders: set[str] = set()
 
@@ -52,8 +46,12 @@ class BlobStore:
         except FileNotFoundError:
             return False
 
-    def receive(self, wanted: Sequence[tuple[str, int]], stream: Iterator[bytes]) -> int:
+    def receive(
+        self, wanted: Sequence[tuple[str, int]], stream: Iterator[bytes], stamp: int | None
+    ) -> int:
         """Store the blobs whose bytes follow one another in the stream; the bytes stored.
+
+        :param stamp: the modification time of those that verify.
 
         ``AgentError`` ``release.corrupt`` at the first that is not what its digest says, or when
         there are too few or too many bytes; those before it stay.
@@ -64,7 +62,7 @@ class BlobStore:
             # A view: cutting the bytes themselves would copy each piece once for every small file.
             rest = memoryview(b"")
             for number, (digest, size) in enumerate(wanted):
-                rest = self._receive_one(f"{folder}/{number}", digest, size, rest, stream)
+                rest = self._receive_one(f"{folder}/{number}", digest, size, rest, stream, stamp)
                 total += size
             if rest or any(stream):
                 raise AgentError("release.corrupt", "there are more bytes than were announced")
@@ -73,7 +71,13 @@ class BlobStore:
         return total
 
     def _receive_one(
-        self, temporary: str, digest: str, size: int, rest: memoryview, stream: Iterator[bytes]
+        self,
+        temporary: str,
+        digest: str,
+        size: int,
+        rest: memoryview,
+        stream: Iterator[bytes],
+        stamp: int | None,
     ) -> memoryview:
         hasher = hashlib.sha256()
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -90,6 +94,8 @@ class BlobStore:
                 missing -= len(piece)
             if hasher.hexdigest() != digest:
                 raise AgentError("release.corrupt", f"not the bytes of {digest}", digest=digest)
+            if stamp is not None:
+                os.utime(file, ns=(stamp, stamp))
         finally:
             os.close(file)
         target = self._paths.blob(digest)
@@ -98,7 +104,6 @@ class BlobStore:
             make_private(folder)
             self._folders.add(folder)
         os.rename(temporary, target)
-        self._verified.add(digest)
         return rest
 
     def place(self, digest: str, size: int, target: bytes, mode: int, stamp: int) -> bool:
@@ -113,8 +118,9 @@ class BlobStore:
             status = os.lstat(source)
         except FileNotFoundError:
             return False
-        if status.st_nlink == 1 and status.st_size == size and digest in self._verified:
-            _dress(source, mode, stamp, status.st_mode)
+        if status.st_nlink == 1 and status.st_size == size and status.st_mtime_ns == stamp:
+            if stat.S_IMODE(status.st_mode) != mode:
+                os.chmod(source, mode)
             os.link(source, target)
             return True
         blob = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -187,9 +193,8 @@ def _copy_all(source: int, target: int) -> int:
     return size
 
 
-def _dress(file: int | str, mode: int, stamp: int, before: int = 0) -> None:
-    if stat.S_IMODE(before) != mode:
-        os.chmod(file, mode)
+def _dress(file: int, mode: int, stamp: int) -> None:
+    os.fchmod(file, mode)
     os.utime(file, ns=(stamp, stamp))
 
 

@@ -85,11 +85,12 @@ NUL parts, none twice, none below a file or link. A release's id is the first 16
 manifest's sha256, with ``-2``, ``-3`` … appended when a job altered the tree of that name.
 
 ``release.begin`` {} + manifest as input → {"release": id, "present": bool, "missing": [line
-    indices, from 0, first of each content], "bytes"} ``present``: this release is there, whole;
-    commit is then immediate. Also cleans what dead pushes left.
-``release.blobs`` {"blobs": [[sha256, size], …]} + their bytes, one after the other, as input →
-    {"stored": n, "bytes"}. Each is verified; the good ones stay if the push is cut, so a retry
-    sends only the rest. Independent of begin: usable on any channel.
+    indices, from 0, first of each content], "bytes", "stamp": ns} ``present``: this release is
+    there, whole; commit is then immediate. Also cleans what dead pushes left.
+``release.blobs`` {"blobs": [[sha256, size], …], "stamp"?: the begin's} + their bytes, one after the
+    other, as input → {"stored": n, "bytes"}. Each is verified; the good ones stay if the push is
+    cut, so a retry sends only the rest. Usable on any channel: the commit reads again what has
+    another stamp.
 ``release.commit`` {"begin": id of the begin on this channel, "meta": {any}} → {"release": id,
     "path", "existing": bool, "files", "bytes"}. Builds beside, verifies, syncs, one rename. With
     ``release.missing`` (blobs were pruned meanwhile, or a job had damaged one) send those indices

@@ -37,6 +37,8 @@ class Push:
     """What ``begin`` learned, kept for ``commit`` on the same channel."""
 
     def __init__(self, manifest: bytes) -> None:
+        self.stamp = time.time_ns()
+        """The modification time of all its files: what has it was verified, on any channel."""
         self.manifest = manifest
         self.entries = parse(manifest)
         self.digest = digest_of(manifest)
@@ -51,12 +53,13 @@ def begin(request: Request) -> dict[str, Any]:
     clean_dead(request.paths.releases, ".staging-")
     clean_dead(request.paths.blobs, ".in-")
     existing = _intact(request.paths, push)
-    missing = [] if existing else _missing(_store(request), push)
+    missing = [] if existing else _missing(BlobStore(request.paths), push)
     return {
         "release": existing or push.name,
         "present": existing is not None,
         "missing": missing,
         "bytes": sum(push.entries[index].size for index in missing),
+        "stamp": push.stamp,
     }
 
 
@@ -68,7 +71,8 @@ def blobs(request: Request) -> dict[str, Any]:
                 wanted.append((digest, size))
             case _:
                 raise AgentError("request.invalid", f"not a blob: {item!r}", field="blobs")
-    size = _store(request).receive(wanted, request.input())
+    stamp = request.get("stamp", int, None)
+    size = BlobStore(request.paths).receive(wanted, request.input(), stamp)
     return {"stored": len(wanted), "bytes": size}
 
 
@@ -93,10 +97,6 @@ def commit(request: Request) -> dict[str, Any]:
         "files": push.files,
         "bytes": push.bytes,
     }
-
-
-def _store(request: Request) -> BlobStore:
-    return BlobStore(request.paths, request.server.verified)
 
 
 def _intact(paths: ContainerPaths, push: Push) -> str | None:
@@ -132,10 +132,9 @@ def _build(request: Request, push: Push, meta: dict[str, Any]) -> str:
     staging, lock = working_folder(paths.releases, ".staging-")
     try:
         tree = f"{staging}/tree"
-        stamp = time.time_ns()
         # Its own too: what is there twice is copied once.
-        store = BlobStore(paths, request.server.verified, {stamp, *stamps(paths)})
-        bad = _write_tree(store, push.entries, tree, stamp)
+        store = BlobStore(paths, {push.stamp, *stamps(paths)})
+        bad = _write_tree(store, push.entries, tree, push.stamp)
         if bad:
             raise AgentError(
                 "release.missing", f"{len(bad)} files were not sent, or damaged here", indices=bad
@@ -143,7 +142,7 @@ def _build(request: Request, push: Push, meta: dict[str, Any]) -> str:
         write_bytes(f"{staging}/manifest", push.manifest, durable=False)
         record = {
             "manifest": push.digest,
-            "stamp": stamp,
+            "stamp": push.stamp,
             "created": time.time(),
             "files": push.files,
             "bytes": push.bytes,

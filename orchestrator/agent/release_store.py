@@ -167,7 +167,7 @@ def prune(request: Request) -> dict[str, Any]:
             removed.append(name)
         count, size = 0, 0
         if removed:
-            count, size = BlobStore(paths, set()).sweep(_needed(paths), time.time() - FRESH_S)
+            count, size = BlobStore(paths).sweep(_needed(paths), time.time() - FRESH_S)
     return {"removed": removed, "kept": kept, "blobs": count, "bytes": size}
 
 

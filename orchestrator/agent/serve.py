@@ -199,8 +199,6 @@ class Server:
         self.program = program
         self.pushes: dict[int, Push] = {}
         """By the id of the ``release.begin`` that announced them."""
-        self.verified: set[str] = set()
-        """Digests of blobs that came on this channel."""
         self._source = source
         self._sink = sink
         self._find = find

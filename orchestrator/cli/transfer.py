@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from orchestrator import push as pushing
 from orchestrator import release as releases
 from orchestrator import snapshot, transfer
 from orchestrator.audit import audited
@@ -89,7 +90,7 @@ def _push(
             audited(fleet, target, "push", output.notice, release=release.id),
             contextlib.ExitStack() as opened,
         ):
-            return releases.push(
+            return pushing.push(
                 fleet,
                 target,
                 lambda: opened.enter_context(

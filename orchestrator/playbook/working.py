@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator import orders, transfer
-from orchestrator import release as releases
+from orchestrator import push as pushing
 from orchestrator.alarm import DROP
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import NotFoundError, RunFailed
@@ -32,7 +32,7 @@ def push(stage: Stage, action: actions.Push) -> Done:
     release = stage.release(action.code, action.config)
     for target in stage.targets:
         with stage.audited(target, "push", release=release.id):
-            answer = releases.push(
+            answer = pushing.push(
                 stage.fleet, target, partial(stage.channel, target), release, notice=stage.notice
             )
             stage.pushed[target.name] = str(answer["path"])

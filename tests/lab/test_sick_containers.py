@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from agent_peer import seeds
-from laptop import ROOT, Cli, own_lines
+from laptop import ROOT, Cli, new_name, own_lines
 
 from orchestrator.lab import Container, Lab
 
@@ -68,7 +68,7 @@ def test_frozen_at_any_moment_of_a_launch_and_thawed_it_starts_once(
 ) -> None:
     dice = random.Random(seed)
     (code / "blob").write_bytes(dice.randbytes(2_000_000))
-    name = f"cold{seed}"
+    name = new_name("cold")
     process = here.start("launch", CT, "--name", name, "--", "sleep", "3333", cwd=code)
     time.sleep(dice.uniform(0.0, 1.5))
     sick.freeze(301)
@@ -106,16 +106,17 @@ def test_frozen_for_good_is_told_by_its_host_and_nothing_is_called_failed(
 
 @pytest.mark.slow
 def test_a_tail_outlasts_a_freeze(here: Cli, sick: Lab, code: Path) -> None:
-    counting(code, 80, 0.1)
+    counting(code, 100, 0.1)
     here("launch", CT, cwd=code, code=0)
     process = here.start("tail", "-n", "1000")
-    time.sleep(3)
+    assert process.stdout and process.stderr
+    out = process.stdout.readline()
     sick.freeze(301)
     time.sleep(12)
     sick.thaw(301)
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    assert own_lines(out) == [f"line {i}" for i in range(1, 81)]
+    out, err = out + process.stdout.read(), process.stderr.read()
+    assert process.wait() == 0, err
+    assert own_lines(out) == [f"line {i}" for i in range(1, 101)]
     assert "no answer for" in err and "reading on after" in err
 
 
@@ -156,11 +157,12 @@ def test_rebooted_under_a_launch_there_is_one_run_that_failed_or_one_that_lives(
     here: Cli, sick: Lab, code: Path
 ) -> None:
     (code / "blob").write_bytes(random.Random(2).randbytes(3_000_000))
-    process = here.start("launch", CT, "--name", "reboot", "--", "sleep", "60", cwd=code)
+    name = new_name("reboot")
+    process = here.start("launch", CT, "--name", name, "--", "sleep", "60", cwd=code)
     time.sleep(1.0)
     sick.reboot(301)
     _, err = process.communicate(timeout=90)
-    found = runs_named(here, "reboot")
+    found = runs_named(here, name)
     assert process.returncode == 0, err
     assert len(found) == 1 and found[0]["state"] in {"training", "starting", "failed"}
 

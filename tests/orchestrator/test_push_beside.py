@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_push import Shown
 from test_push_turns import SLOW_S, Far, SlowLink
-from test_release import Shown
 
-from orchestrator import release as releases
+from orchestrator import push as pushing
 from orchestrator.agent_bundle import bundle
 from orchestrator.channel import AgentChannel
 from orchestrator.errors import ConnectionLost, HostUnreachable
-from orchestrator.release import Arrivals, Push
+from orchestrator.push import Arrivals, Push
+from orchestrator.release import Entry
 from orchestrator.request import Request
 
 pytestmark = pytest.mark.slow
@@ -56,9 +57,9 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(releases, "BATCH_BYTES", SIZE)
-    monkeypatch.setattr(releases, "WORTH_ANOTHER", SIZE)
-    monkeypatch.setattr(releases, "FAR_S", SLOW_S / releases.FURTHER)
+    monkeypatch.setattr(pushing, "BATCH_BYTES", SIZE)
+    monkeypatch.setattr(pushing, "WORTH_ANOTHER", SIZE)
+    monkeypatch.setattr(pushing, "FAR_S", SLOW_S / pushing.FURTHER)
     far = Far(tmp_path)
     for number in range(FILES):
         (far.code / f"file{number}").write_bytes(number.to_bytes(2, "big") * (SIZE // 2))
@@ -71,7 +72,7 @@ def waits_for_another(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     begun = threading.Event()
     take = Push._next
 
-    def patient(self: Push) -> list[releases.Entry] | None:
+    def patient(self: Push) -> list[Entry] | None:
         if threading.current_thread() is threading.main_thread():
             assert begun.wait(60)
             return take(self)
@@ -96,7 +97,7 @@ def test_all_carry_batches_and_the_release_is_whole(
 ) -> None:
     answer = bench.push()
 
-    assert len(bench.asked) == releases.FURTHER
+    assert len(bench.asked) == pushing.FURTHER
     assert waits_for_another.is_set()
     assert complete(bench, answer)
 
@@ -106,7 +107,7 @@ def test_what_another_that_is_cut_had_taken_the_first_sends(
 ) -> None:
     send = Push._send_batch
 
-    def cut(self: Push, lane: releases._Lane, batch: list[releases.Entry]) -> Request:
+    def cut(self: Push, lane: pushing._Lane, batch: list[Entry]) -> Request:
         if threading.current_thread() is not threading.main_thread():
             raise ConnectionLost("cut on purpose")
         return send(self, lane, batch)
@@ -134,9 +135,9 @@ def test_none_is_asked_for_where_one_is_as_good(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "near":
-        monkeypatch.setattr(releases, "FAR_S", 60.0)
+        monkeypatch.setattr(pushing, "FAR_S", 60.0)
     if why == "small":
-        monkeypatch.setattr(releases, "WORTH_ANOTHER", FILES * SIZE + 1)
+        monkeypatch.setattr(pushing, "WORTH_ANOTHER", FILES * SIZE + 1)
 
     answer = bench.push(beside=why != "shared")
 

@@ -17,7 +17,8 @@ from orchestrator.agent import loader
 from orchestrator.agent_bundle import bundle
 from orchestrator.channel import AgentChannel
 from orchestrator.paths import LaptopPaths
-from orchestrator.release import Arrivals, Push, Release
+from orchestrator.push import Arrivals, Push
+from orchestrator.release import Release
 
 SLOW_S = 0.1
 """An answer is handed over when nothing has been sent for so long, as by a link of long delay: so

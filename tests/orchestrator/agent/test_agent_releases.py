@@ -51,11 +51,13 @@ class Pusher:
         self.begun = agent.stream("release.begin", dump(self.entries))
         self.answer = agent.result(self.begun)
 
-    def blobs(self) -> int:
+    def blobs(self, agent: Any = None) -> int:
+        """On ``agent``'s channel, or on that of the begin."""
         wanted = [self.entries[index] for index in self.answer["missing"]]
         data = b"".join(self.files[os.fsencode(entry.path)] for entry in wanted)
         names = [[entry.digest, entry.size] for entry in wanted]
-        return int(self.agent.stream("release.blobs", data, blobs=names))
+        stamp = self.answer["stamp"]
+        return int((agent or self.agent).stream("release.blobs", data, blobs=names, stamp=stamp))
 
     def commit(self, *after: int) -> dict[str, Any]:
         number = self.agent.send("release.commit", begin=self.begun, after=list(after))
@@ -114,7 +116,8 @@ def test_only_what_changed_travels(agent: Any) -> None:
 def test_the_same_code_is_the_same_release(agent: Any) -> None:
     first = push(agent, ODD)
     again = Pusher(agent, ODD)
-    assert again.answer == {"release": first["release"], "present": True, "missing": [], "bytes": 0}
+    nothing = {"release": first["release"], "present": True, "missing": [], "bytes": 0}
+    assert again.answer == nothing | {"stamp": again.answer["stamp"]}
     assert again.commit()["existing"]
 
 
@@ -202,17 +205,17 @@ def test_a_blob_that_cannot_be_brought_to_the_disk_fails_the_push(
     """Told by ``syncfs``, or beside somebody's checkpoint, for which it would wait."""
     data = random.Random(0).randbytes(_SYNC_EARLY)
     blob = (hashlib.sha256(data).hexdigest(), len(data))
-    store = BlobStore(ContainerPaths(str(tmp_path)), set())
+    store = BlobStore(ContainerPaths(str(tmp_path)))
     monkeypatch.setattr("orchestrator.agent.files._dirty_memory", lambda: dirty)
     monkeypatch.setattr("orchestrator.agent.files._syncfs", lambda path: False)
-    assert store.receive([blob], iter([data])) == len(data)
+    assert store.receive([blob], iter([data]), None) == len(data)
 
     def refuse(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match="Input/output error"):
-        store.receive([blob], iter([data]))
+        store.receive([blob], iter([data]), None)
 
 
 def test_releases_share_no_file(agent: Any) -> None:
@@ -308,6 +311,22 @@ def test_a_cut_push_goes_on_where_it_was(agents: Any) -> None:
     victim.close()
     again = Pusher(agents(), files)
     assert len(again.answer["missing"]) == 10
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_what_came_on_another_channel_is_taken_unless_somebody_touched_it(
+    agents: Any, workdir: Path, touched: bool
+) -> None:
+    one, two = agents(), agents()
+    pushed = Pusher(one, {b"a": b"right"})
+    two.result(pushed.blobs(two))
+    if touched:
+        (blob,) = (workdir / "dflashctl/blobs").glob("*/*")
+        blob.write_bytes(b"wrong")
+        error = one.error(one.send("release.commit", begin=pushed.begun))
+        assert (error["kind"], error["detail"]["indices"]) == ("release.missing", [0])
+        two.result(pushed.blobs(two))
+    assert content(pushed.commit()["path"]) == {b"a": b"right"}
 
 
 def test_two_people_push_the_same_code_at_once(agents: Any) -> None:
