@@ -112,6 +112,11 @@ class Cli:
         )
 
 
+def new_name(name: str) -> str:
+    """For a run or a file: nothing in the lab has it yet, also when a test is tried again."""
+    return f"{name}-{time.monotonic_ns():x}"
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

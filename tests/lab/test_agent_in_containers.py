@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_peer import Peer
-from laptop import until
+from laptop import new_name, until
 
 from orchestrator.agent.loader import argv
 from orchestrator.lab import Lab
@@ -41,12 +40,8 @@ def channel(lab: Lab) -> Iterator[Open]:
             peer.close()
 
 
-def name() -> str:
-    return f"lab-{time.monotonic_ns():x}"
-
-
 def start(agent: Peer, *command: str, **fields: Any) -> dict[str, Any]:
-    run_id = name()
+    run_id = new_name("lab")
     return agent.call("run.start", run_id=run_id, name=run_id, command=list(command), **fields)
 
 
@@ -135,7 +130,7 @@ def test_the_host_sees_its_containers_as_pct_does(channel: Open, lab: Lab) -> No
 def test_a_lease_follows_a_run_inside_a_container(channel: Open) -> None:
     container, host = channel(200), channel(None)
     run = start(container, "sleep", "60")
-    gpu = f"GPU-{name()}"
+    gpu = new_name("GPU")
     fields = {"gpus": [gpu], "run_id": run["run_id"], "ct": 200, "owner": {"user": "ann"}}
     host.call("lease.acquire", **fields)
     # Older than any start could be: only the living process keeps it.

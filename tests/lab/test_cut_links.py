@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from agent_peer import seeds
-from laptop import Cli, own_lines, tree
+from laptop import Cli, new_name, own_lines, tree, until
 
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Direction, Proxy
@@ -127,7 +127,7 @@ def test_a_launch_never_starts_two(
     dice = random.Random(seed)
     (code / "blob").write_bytes(dice.randbytes(300_000))
     cut(proxied, dice, 400_000, 14_000)
-    name = f"cut{seed}"
+    name = new_name("cut")
     done = cli("launch", CT, "--name", name, "--", "sleep", "3030", cwd=code)
     over(proxied)
     runs = [r for r in cli.json("ps", CT, "--all")["runs"] if r["name"] == name]
@@ -239,7 +239,7 @@ def test_sshds_session_killed_under_a_launch_that_follows(
     dice = random.Random(seed)
     script = "for i in $(seq 60); do echo line $i; sleep 0.05; done\n"
     (code / "start_training.sh").write_text(script)
-    name = f"axe{seed}"
+    name = new_name("axe")
     killer = Axe(lab, dice.uniform(0.0, 4.0))
     killer.start()
     done = cli("launch", CT, "--name", name, "--follow", cwd=code)
@@ -260,7 +260,7 @@ def test_a_laptop_that_dies_during_a_launch_leaves_one_run_or_none(
 ) -> None:
     dice = random.Random(seed)
     (code / "blob").write_bytes(dice.randbytes(3_000_000))
-    name = f"dies{seed}"
+    name = new_name("dies")
     process = cli.start("launch", CT, "--name", name, "--", "sleep", "3131", cwd=code)
     time.sleep(dice.uniform(0.4, 2.0))
     process.send_signal(signal.SIGKILL)
@@ -279,3 +279,39 @@ def test_a_laptop_that_dies_during_a_launch_leaves_one_run_or_none(
     # A run that lives there is named; else nothing is in the way.
     assert again.returncode == (4 if runs else 0), again.stderr
     assert not runs or runs[0]["run_id"] in again.stderr
+
+
+@pytest.mark.parametrize("seed", seeds(1, 20))
+def test_a_laptop_that_dies_at_any_byte_of_a_push_leaves_what_was_there_and_nothing_half_made(
+    cli: Cli, lab: Lab, proxied: Proxy, code: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    folder = lab.files(201) / "workspace/dflashctl"
+    releases = folder / "releases"
+
+    def change() -> None:
+        for n in range(20):
+            (code / f"file{n}").write_bytes(dice.randbytes(20_000))
+
+    change()
+    whole = {cli.json("push", CT, cwd=code)["release"]: tree(code)}
+    before = set(os.listdir(releases))
+    proxied.set(rtt_ms=0, rate=1_000_000)
+    for _ in range(3):
+        change()
+        last = proxied.traffic()["up"] + dice.randrange(1, 420_000)
+        process = cli.start("push", CT, cwd=code)
+        while proxied.traffic()["up"] < last and process.poll() is None:
+            time.sleep(0.001)
+        process.kill()
+        process.communicate()
+        until(lambda: processes(lab, "DFLASH1") == 0)
+        made = {name.split(".")[0] for name in set(os.listdir(releases)) - before} - {""}
+        # One at most: where all of it was there before the end.
+        whole |= dict.fromkeys(made - whole.keys(), tree(code))
+        assert {name: tree(releases / name) for name in whole} == whole
+    proxied.set(rtt_ms=0)
+    whole[cli.json("push", CT, cwd=code)["release"]] = tree(code)
+    assert {name: tree(releases / name) for name in whole} == whole
+    left = [path.name for path in (*releases.iterdir(), *(folder / "blobs").iterdir())]
+    assert not [name for name in left if name.startswith((".staging-", ".in-"))]

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,18 @@ HANG = (
 NO_PTRACE = "2\nblacklist\n[all]\nptrace errno 1\nprocess_vm_readv errno 1\n"
 
 
-def install_py_spy(lab: Lab, into: str) -> None:
+@pytest.fixture
+def spy(ill: Lab) -> Iterator[Path]:
+    """py-spy, which the host has too."""
     spy = Path(sys.executable).parent / "py-spy"
     if not spy.is_file():
         pytest.skip("py-spy is not beside this interpreter")
-    put = f"cat > {into}/usr/local/bin/py-spy && chmod 755 {into}/usr/local/bin/py-spy"
+    there = "/usr/local/bin/py-spy"
     with spy.open("rb") as binary:
-        assert lab.host(["sh", "-c", put], stdin=binary).returncode == 0
+        put = ill.host(["sh", "-c", f"cat > {there} && chmod 755 {there}"], stdin=binary)
+    assert put.returncode == 0
+    yield spy
+    ill.host(["rm", there])
 
 
 def hung(ill_cli: Cli, ill: Lab, code: Path) -> dict[str, Any]:
@@ -133,11 +139,10 @@ def hung(ill_cli: Cli, ill: Lab, code: Path) -> dict[str, Any]:
     return findings(ill_cli, run_id)[0]
 
 
+@pytest.mark.usefixtures("spy")
 def test_stacks_are_taken_from_the_host_where_the_container_has_no_py_spy(
     ill_cli: Cli, ill: Lab, code: Path
 ) -> None:
-    install_py_spy(ill, "")
-
     root = hung(ill_cli, ill, code)
 
     assert root["code"] == "run.hang"
@@ -146,11 +151,10 @@ def test_stacks_are_taken_from_the_host_where_the_container_has_no_py_spy(
 
 
 def test_stacks_are_taken_from_the_host_where_the_container_forbids_ptrace(
-    ill_cli: Cli, ill: Lab, code: Path
+    ill_cli: Cli, ill: Lab, code: Path, spy: Path
 ) -> None:
     if ill.state()["backend"] != "lxc":
         pytest.skip("only LXC has seccomp profiles")
-    install_py_spy(ill, "")
     profile = ill.layout.pve / "no-ptrace.seccomp"
     profile.write_text(NO_PTRACE)
     config = ill.layout.pve_conf(303)
@@ -159,11 +163,12 @@ def test_stacks_are_taken_from_the_host_where_the_container_forbids_ptrace(
     try:
         ill.reboot(303)
         inside = ill.files(303) / "usr/local/bin/py-spy"
-        shutil.copy(Path(sys.executable).parent / "py-spy", inside)
+        shutil.copy(spy, inside)
 
         root = hung(ill_cli, ill, code)
         dump = "/usr/local/bin/py-spy dump --pid $(pgrep -f '^python3 hang')"
         refused = ill.host(["pct", "exec", "303", "--", "sh", "-c", dump])
+        inside.unlink()
     finally:
         config.write_text(kept)
         ill.reboot(303)

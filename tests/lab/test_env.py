@@ -88,12 +88,17 @@ def wheel(folder: Path, name: str, version: str) -> Path:
 
 
 @pytest.fixture
-def index(lab: Lab, tmp_path: Path) -> None:
-    """Container 201's pip looks for packages in a folder, which has one."""
+def index(lab: Lab, tmp_path: Path) -> Iterator[None]:
+    """Container 201's pip looks for packages in a folder, which has one; what a test installs from
+    there is gone afterwards."""
     made = wheel(tmp_path, "tinypackage", "1.2.3")
     lab.pct("exec", 201, "--", "mkdir", "-p", "/srv/wheels")
     put(lab, made.read_bytes(), f"/srv/wheels/{made.name}")
     put(lab, b"[global]\nno-index = true\nfind-links = /srv/wheels\n", "/etc/pip.conf")
+    yield
+    installed = "/srv/python/lib/python*/site-packages/*package*"
+    gone = f"rm -r /srv/wheels /etc/pip.conf; rm -rf /etc/uv {installed}"
+    lab.pct("exec", 201, "--", "sh", "-c", gone)
 
 
 def put(lab: Lab, data: bytes, path: str) -> None:

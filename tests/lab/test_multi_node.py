@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from laptop import Cli
+from laptop import Cli, new_name
 
 from orchestrator.lab import Lab
 
@@ -66,15 +66,13 @@ def test_a_node_that_cannot_reach_the_first_keeps_all_from_starting(cli: Cli, co
 
 
 def test_a_node_that_does_not_start_takes_the_others_down_with_it(cli: Cli, code: Path) -> None:
-    cli("launch", "lab-201", "--name", "busy-n1", "--", "sleep", "99", cwd=code, code=0)
-    words = ("launch", "lab-200", "lab-201", "--name", "busy", "--", "sleep", "99")
+    name = new_name("busy")
+    cli("launch", "lab-201", "--name", f"{name}-n1", "--", "sleep", "99", cwd=code, code=0)
+    words = ("launch", "lab-200", "lab-201", "--name", name, "--", "sleep", "99")
     done = cli(*words, cwd=code, code=4)
-    assert "already running here: busy-n1-" in done.stderr
-    (run,) = [
-        run
-        for run in cli.json("ps", "lab-200", "--all")["runs"]
-        if run["run_id"].startswith("busy-n0")
-    ]
+    assert f"already running here: {name}-n1-" in done.stderr
+    runs = cli.json("ps", "lab-200", "--all")["runs"]
+    (run,) = [run for run in runs if run["run_id"].startswith(f"{name}-n0-")]
     assert run["state"] == "stopped"
 
 

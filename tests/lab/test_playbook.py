@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from laptop import Cli
+from laptop import Cli, new_name
 
 from orchestrator.lab import Lab
 
@@ -69,17 +69,17 @@ def test_a_hostile_value_reaches_the_command_as_one_word(cli: Cli, code: Path) -
 def test_the_first_failure_stops_it_and_names_the_command_that_goes_on(
     cli: Cli, code: Path
 ) -> None:
-    broken = code / "broken.yaml"
+    broken, ready = code / "broken.yaml", new_name("/tmp/ready")
     broken.write_text(
-        "steps:\n  - push:\n  - exec: {command: [test, -e, /tmp/ready]}\n"
-        "  - exec: {command: [rm, /tmp/ready]}\n    name: clean\n"
+        f"steps:\n  - push:\n  - exec: {{command: [test, -e, {ready}]}}\n"
+        f"  - exec: {{command: [rm, {ready}]}}\n    name: clean\n"
     )
     done = cli("play", "./broken.yaml", "lab-201", cwd=code, code=1)
     assert [line.split()[2] for line in done.stdout.splitlines()] == ["ok", "FAILED"]
     assert "test ended with exit code 1" in done.stderr
     again = done.stderr.split("go on from there: dflashctl ")[1].strip()
     assert again == "play ./broken.yaml lab-201 --start-at exec"
-    cli("exec", "lab-201", "--", "touch", "/tmp/ready", code=0)
+    cli("exec", "lab-201", "--", "touch", ready, code=0)
     done = cli(*shlex.split(again), cwd=code, code=0)
     assert [line.split()[2] for line in done.stdout.splitlines()] == ["skipped", "ok", "ok"]
 

@@ -148,12 +148,14 @@ def test_skypilot_2303_a_branch_with_older_times_and_equal_sizes_is_seen(
     assert said == ["twin", "main", "twin"]
 
 
+NAP = f"9755.{os.getpid()}"
+"""Nobody else's on this machine, all of whose processes a lab's host sees."""
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
 *query-gpu*) echo "0, GPU-9755, NVIDIA H200, 3, 143771, 0";;
-*compute-apps*) for pid in $(pgrep -fx 'sleep 9755'); do echo "$pid, GPU-9755, 512, sleep"; done;;
+*compute-apps*) for pid in $(pgrep -fx 'sleep NAP'); do echo "$pid, GPU-9755, 512, sleep"; done;;
 esac
-"""
+""".replace("NAP", NAP)
 
 
 @pytest.fixture
@@ -184,9 +186,9 @@ def shared_gpu(cli: Cli, lab: Lab, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("shared_gpu")
 def test_lxd_9755_another_container_is_using_the_gpu(cli: Cli, lab: Lab, code: Path) -> None:
     """Both containers saw the card, neither whose processes were on it."""
-    argv = lab.host_argv(["pct", "exec", "200", "--", "sleep", "9755"])
+    argv = lab.host_argv(["pct", "exec", "200", "--", "sleep", NAP])
     with subprocess.Popen(argv) as other:
-        while not (pid := lab.host(["pgrep", "-fx", "sleep 9755"]).stdout.split()):
+        while not (pid := lab.host(["pgrep", "-fx", f"sleep {NAP}"]).stdout.split()):
             time.sleep(0.05)
         refused = cli("launch", CT, "--", "true", cwd=code, code=4)
         lab.host(["kill", pid[0]])
@@ -205,15 +207,15 @@ def test_a_launch_that_is_asked_for_again_is_not_refused_for_its_own_process(
     cli.inventory.write_text(yaml.safe_dump(known))
     # The answer is on its way for 0.3 s: time to see the process and cut the link.
     proxied.set(rtt_ms=600)
-    process = cli.start("launch", CT, "--json", "--", "sleep", "9755", cwd=code)
+    process = cli.start("launch", CT, "--json", "--", "sleep", NAP, cwd=code)
     until = time.monotonic() + 30
-    while not lab.host(["pgrep", "-fx", "sleep 9755"]).stdout and time.monotonic() < until:
+    while not lab.host(["pgrep", "-fx", f"sleep {NAP}"]).stdout and time.monotonic() < until:
         time.sleep(0.002)
     proxied.cut()
     proxied.set(rtt_ms=0)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "trying again" in err, err
-    assert len(lab.host(["pgrep", "-fx", "sleep 9755"]).stdout.split()) == 1, out
+    assert len(lab.host(["pgrep", "-fx", f"sleep {NAP}"]).stdout.split()) == 1, out
 
 
 def test_stern_229_after_a_lost_link_no_line_is_shown_again(

@@ -110,21 +110,26 @@ def test_each_notice_is_posted_to_the_webhook(cli: Cli, code: Path, receiver: Re
 
 
 def test_a_lost_link_is_unreachable_never_failed_and_the_end_is_heard_all_the_same(
-    cli: Cli, code: Path, proxied: Proxy
+    cli: Cli, lab: Lab, code: Path, proxied: Proxy
 ) -> None:
-    run_id = launch(cli, code, "lab-201", 60, 0.1)
+    script = "echo on; until [ -e $DFLASH_RUN_DIR/go ]; do sleep 0.1; done"
+    run_id = cli.json("launch", "lab-201", "--", "sh", "-c", script, cwd=code)["run_id"]
     process = cli.start("watch", run_id, "--every", "0.2s", "--json")
     assert process.stdout
-    told = [json.loads(process.stdout.readline())]
+    told = map(json.loads, process.stdout)
+    while next(told)["state"] != "training":
+        pass
     proxied.refuse()
     proxied.cut()
-    told.append(json.loads(process.stdout.readline()))
+    lost = next(told)
+    assert (lost["event"], lost["state"], lost["exit_code"]) == ("unreachable", "unreachable", None)
+    # It ends while nobody hears it.
+    (lab.files(201) / f"workspace/dflashctl/runs/{run_id}/go").touch()
     proxied.refuse(False)
-    told += [json.loads(line) for line in process.stdout]
+    back, *_, end = told
+    assert back["event"] == "reachable"
+    assert (end["event"], end["state"], end["exit_code"]) == ("state", "finished", 0)
     assert process.wait(timeout=60) == 0
-    assert [event["state"] for event in told[:2]] == ["training", "unreachable"]
-    assert told[2]["event"] == "reachable"
-    assert told[-1]["state"] == "finished"
 
 
 def test_a_host_that_was_never_reached_is_exit_code_3(cli: Cli, code: Path, proxied: Proxy) -> None:
