@@ -310,7 +310,7 @@ def _attempt(
             lease.release(host, order.run_id)
         raise
     if release is not None:
-        prune(channel, target)
+        prune(channel, target, sent[-1])
     if host is not None:
         lease.confirm(host, target, order.run_id, gpus, owner)
     environments.finish(recording)

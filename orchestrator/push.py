@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from orchestrator.agent.protocol import PAYLOAD_LIMIT
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import DflashctlError, TransferError
+from orchestrator.errors import ConnectionLost, DflashctlError, TransferError
 from orchestrator.fleet import Fleet
 from orchestrator.reconnect import Notice, reconnecting
 from orchestrator.release import Entry, Release
@@ -81,26 +81,41 @@ def push(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Bring a release into a container; after a cut only what is still missing travels. Then old
-    ones go: the answer's ``removed`` names them.
+    ones go: the answer's ``removed`` names them. That they could not is no failure, and told.
 
     :raises UnreachableError: the link stays away; what was there before is untouched.
     """
-
     arrivals = Arrivals(progress)
 
     def once(channel: AgentChannel) -> dict[str, Any]:
         blobs, commit = Push(channel, release, arrivals, fleet.beside(target)).send()
+        pruning = prune(channel, target, commit)
         for request in blobs:
             request.result()
         answer = commit.result()
-        return {**answer, "removed": prune(channel, target).result()["removed"]}
+        return {**answer, "removed": _removed(pruning, target, notice)}
 
     return reconnecting(fleet, channels, once, notice)
 
 
-def prune(channel: AgentChannel, target: Target) -> Request:
-    """Asks for old releases to be removed; who does not wait for the answer may go."""
-    return channel.request("release.prune", keep=target.settings.keep_releases)
+def prune(channel: AgentChannel, target: Target, commit: Request) -> Request:
+    """Asks for old releases to be removed once ``commit`` is done; who does not wait for the answer
+    may go."""
+    keep = target.settings.keep_releases
+    return channel.request("release.prune", keep=keep, after=[commit.number])
+
+
+def _removed(pruning: Request, target: Target, notice: Notice) -> list[str]:
+    try:
+        return list(pruning.result()["removed"])
+    except ConnectionLost:
+        raise
+    except DflashctlError as error:
+        notice(
+            f"{target.name}: pushed, but older releases stay, which the next push tries to remove "
+            f"again: {error.what}"
+        )
+        return []
 
 
 @dataclass

@@ -80,6 +80,27 @@ def test_old_releases_go_but_those_that_a_run_or_its_results_need(
     assert (releases / written["release"]).exists()
 
 
+def test_an_old_release_that_cannot_be_removed_fails_no_push(
+    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+) -> None:
+    known = yaml.safe_load(lab.inventory.read_text())
+    known["containers"]["lab-201"] |= {"workdir": "/workspace/held", "keep_releases": 1}
+    cli.inventory = tmp_path / "held.yaml"
+    cli.inventory.write_text(yaml.safe_dump(known))
+    held = cli.json("push", "lab-201", cwd=code)
+    lab.pct("exec", 201, "--", "mount", "--bind", held["path"], held["path"])
+    (code / "more").write_text("more")
+
+    pushed = cli("push", "lab-201", cwd=code, code=0)
+
+    assert " pushed on lab-201" in pushed.stdout
+    told = " ".join(pushed.stderr.split())
+    assert "older releases stay, which the next push tries to remove again" in told
+    assert f"Device or resource busy: {held['path']}" in told
+    lab.pct("exec", 201, "--", "umount", held["path"])
+    assert cli.json("push", "lab-201", cwd=code)["removed"] == [held["release"]]
+
+
 @pytest.fixture
 def run_id(cli: Cli, code: Path) -> str:
     """A finished run with two checkpoints."""
