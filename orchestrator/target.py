@@ -53,6 +53,11 @@ class Target(BaseModel):
         return {"host": self.host.name, "ct": self.ct}
 
     @property
+    def in_full(self) -> str:
+        """``train-a (host pve1, container 200)``: for who has to go there."""
+        return f"{self.name} (host {self.host.name}, container {self.ct})"
+
+    @property
     def arguments(self) -> str:
         """The words that name it on a command line."""
         return self.name if "/" not in self.name else f"--host {self.host.name} --ct {self.ct}"

@@ -187,7 +187,7 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
     record = answer.get("record") or {}
     rows: list[tuple[str, Any]] = [
         ("run", run.run_id),
-        ("where", f"{ref.target.name} (host {ref.target.host.name}, container {ref.target.ct})"),
+        ("where", ref.target.in_full),
         ("state", run.ending()),
         ("command", shlex.join(map(str, answer.get("command") or []))),
         ("release", answer.get("release")),

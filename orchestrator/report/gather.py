@@ -32,6 +32,7 @@ def gather(
     steps = read_metrics(channel, run_id, None)
     return RunRecord(
         summary=summary.as_json(ref.target),
+        where=ref.target.in_full,
         manifest=manifest,
         steps=steps,
         logged=() if steps else logged_steps.ask(channel, run_id),

@@ -45,6 +45,8 @@ class RunRecord:
     last_lines: Sequence[str] = ()
     logged: Sequence[Step] = ()
     """The log's steps, where the run wrote no metrics."""
+    where: str = "?"
+    """The container, as ``status`` says it."""
 
 
 def render(record: RunRecord) -> str:
@@ -158,7 +160,7 @@ def _head(record: RunRecord) -> str:
     last = record.steps[-1] if record.steps else None
     facts: list[tuple[str, str]] = [
         ("state", str(record.summary.get("state", "unknown"))),
-        ("host", f"{record.summary.get('host', '?')} / {record.summary.get('ct', '?')}"),
+        ("where", record.where),
     ]
     if last is not None:
         facts += [
@@ -167,7 +169,7 @@ def _head(record: RunRecord) -> str:
             ("tau", "–" if last.tau is None else f"{last.tau:.2f}"),
             ("tok/s", "–" if last.tokens_per_s is None else compact(last.tokens_per_s)),
             ("tokens", number(float(last.tokens))),
-            ("took", duration(last.time - record.steps[0].time)),
+            ("steps took", duration(last.time - record.steps[0].time)),
         ]
     elif record.logged:
         facts += _logged_facts(record.logged[-1])

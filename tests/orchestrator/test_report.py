@@ -50,7 +50,9 @@ def test_an_event_is_marked_at_the_last_step_done_when_it_happened() -> None:
 
 
 def test_a_run_without_steps_says_so_instead_of_drawing_axes() -> None:
-    page = render(RunRecord({"run_id": "r1", "state": "starting", "host": "h", "ct": 1}))
+    there = "a (host h, container 1)"
+    page = render(RunRecord({"run_id": "r1", "state": "starting"}, where=there))
+    assert "<dt>where</dt><dd>a (host h, container 1)</dd>" in page
     assert "metrics.jsonl" in page and "nothing recorded" not in page
     assert "<svg" not in page
 
