@@ -20,7 +20,7 @@ from orchestrator.diag.steps import Step
 from orchestrator.diag.text import Line
 
 STAGES = ("target", "drafter")
-_TABLE = re.compile(r"^expected ([\d,]+) context tok/s at most \(counted costs\)")
+_TABLE = re.compile(r"^expected ([\d,]+) context tok/s (?:by|at most)\b")
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def starved(e: Evidence) -> Iterator[Finding]:
             if data
             else ""
         )
-        + "more target devices or fewer drafters (pipeline.plan); a larger target batch\n"
+        + "more pipeline.targets or fewer pipeline.drafters; a larger target batch\n"
         "is a target GPU slow or shared? nvidia-smi pmon -c 1; nvidia-smi -q -d CLOCK",
         severity="warning",
         confidence=0.86,
@@ -319,7 +319,7 @@ def backpressure(e: Evidence) -> Iterator[Finding]:
         "throughput.backpressure",
         "the target waits for " + (f"drafter {who}, the slowest reader" if who else "the drafters"),
         [*(s.line for s in steps), *said[:2], *said[-1:], *cause[:1], *own[:2]],
-        "more drafter devices or fewer targets (pipeline.plan); fewer anchors or layers\n"
+        "more pipeline.drafters or fewer pipeline.targets; fewer anchors or layers\n"
         "one slow drafter holds all: its GPU's clocks, its optimizer on the CPU, a recompile?\n"
         "py-spy top --pid PID; nvidia-smi dmon -s pucm -c 5",
         severity="warning",

@@ -13,21 +13,28 @@ from trainer.pipeline.plan import Plan
 from trainer.pipeline.split import Costs
 
 
-def plan(**changes: Any) -> str:
-    """The event of one target and one drafter, 50 and 100 ms a microbatch: 40,960 tok/s."""
-    made = Plan(
+def make(targets: tuple[str, ...] = ("cuda:0",), drafters: tuple[str, ...] = ("cuda:1",)) -> Plan:
+    """One target and one drafter, 50 and 100 ms a microbatch: 40,960 tok/s."""
+    return Plan(
         executor="threads",
-        targets=changes.pop("targets", ("cuda:0",)),
-        drafters=changes.pop("drafters", ("cuda:1",)),
+        targets=targets,
+        drafters=drafters,
         queue_depth=2,
         slot_shape=(1, 4096, 40),
         slot_bytes=1,
         microbatches=1,
         context_tokens=4096,
-        costs=Costs(0.05, 0.1),
+        costs=Costs(0.05, 0.1, "counted"),
         memory=(),
         reason="1 + 1",
     )
+
+
+def plan(
+    targets: tuple[str, ...] = ("cuda:0",), drafters: tuple[str, ...] = ("cuda:1",), **changes: Any
+) -> str:
+    """Its event."""
+    made = make(targets, drafters)
     assert made.tokens_per_s == 40_960
     event = {"time": 1.0, "event": "plan", "detail": made.as_data() | changes}
     return "\n".join([json.dumps({"time": 0.5, "event": "started"}), json.dumps(event)])
@@ -92,7 +99,8 @@ def test_stages_that_both_wait(rate: float, healthy: bool) -> None:
 
 
 def test_a_printed_plan() -> None:
-    log = "expected 40,960 context tok/s at most (counted costs)\n" + "".join(
+    """As the trainer prints it: the regular expression once waited for words that no table had."""
+    log = f"{make().table()}\n" + "".join(
         f"step {i:>6}/400 | loss {8 - i / 50:.4f} | acc 0.040 | 12.0k tok/s\n" for i in range(1, 30)
     )
 
