@@ -7,6 +7,7 @@ without waiting, so a push of one changed file takes two beyond the connection.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import threading
 import time
 from collections import deque
@@ -81,7 +82,8 @@ def push(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Bring a release into a container; after a cut only what is still missing travels. Then old
-    ones go: the answer's ``removed`` names them. That they could not is no failure, and told.
+    ones go: the answer's ``removed`` names them. That one cannot (``not_removed``) is no failure,
+    and told.
 
     :raises UnreachableError: the link stays away; what was there before is untouched.
     """
@@ -93,7 +95,7 @@ def push(
         for request in blobs:
             request.result()
         answer = commit.result()
-        return {**answer, "removed": _removed(pruning, target, notice)}
+        return {**answer, **_pruned(pruning, target, notice)}
 
     return reconnecting(fleet, channels, once, notice)
 
@@ -105,9 +107,9 @@ def prune(channel: AgentChannel, target: Target, commit: Request) -> Request:
     return channel.request("release.prune", keep=keep, after=[commit.number])
 
 
-def _removed(pruning: Request, target: Target, notice: Notice) -> list[str]:
+def _pruned(pruning: Request, target: Target, notice: Notice) -> dict[str, Any]:
     try:
-        return list(pruning.result()["removed"])
+        found = pruning.result()
     except ConnectionLost:
         raise
     except DflashctlError as error:
@@ -115,7 +117,15 @@ def _removed(pruning: Request, target: Target, notice: Notice) -> list[str]:
             f"{target.name}: pushed, but older releases stay, which the next push tries to remove "
             f"again: {error.what}"
         )
-        return []
+        return {"removed": [], "not_removed": []}
+    for stays in found["failed"]:
+        look = f"dflashctl exec {target.arguments} -- ls -laR {shlex.quote(stays['path'])}"
+        notice(
+            f"{target.name}: pushed, but the old {stays['path']} could not be removed: "
+            f"{stays['why']}. Look there for a mount or an immutable file ({look}); the next push "
+            "tries again"
+        )
+    return {"removed": found["removed"], "not_removed": found["failed"]}
 
 
 @dataclass

@@ -95,9 +95,9 @@ manifest's sha256, with ``-2``, ``-3`` … appended when a job altered the tree 
     "path", "existing": bool, "files", "bytes"}. Builds beside, verifies, syncs, one rename. With
     ``release.missing`` (blobs were pruned meanwhile, or a job had damaged one) send those indices
     and commit again. ``release`` may differ from begin's: ``-2`` when a job altered the first tree.
-``release.prune`` {"keep": n} → {"removed": [ids], "kept": [{"release", "why", …}], "blobs": n,
-    "bytes"}. Never one that a live run uses, nor one of the ``keep`` last pushed, nor one in which
-    a job made or changed files (its results).
+``release.prune`` {"keep": n} → {"removed": [ids], "kept": [{"release", "why", …}], "failed":
+    [{"path", "why"}], "blobs": n, "bytes"}. Never one that a live run uses, nor one of the ``keep``
+    last pushed, nor one in which a job made or changed files (its results).
 
 Runs
 ----

@@ -9,7 +9,7 @@ import stat
 import time
 from typing import Any, NamedTuple
 
-from orchestrator.agent.files import locked, make_private, read_record, remove_tree
+from orchestrator.agent.files import locked, make_private, new_name, read_record, remove_tree
 from orchestrator.agent.manifest import Entry, parse
 from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.serve import Request
@@ -143,7 +143,7 @@ def prune(request: Request) -> dict[str, Any]:
     """Old releases and the blobs that only they had.
 
     What a job wrote into stays: whoever put results beside the code must find them again. Such
-    releases are told in ``kept``.
+    releases are told in ``kept``; what cannot be removed, in ``failed``.
     """
     from orchestrator.agent.blobs import BlobStore
 
@@ -152,6 +152,7 @@ def prune(request: Request) -> dict[str, Any]:
     make_private(paths.releases)
     removed: list[str] = []
     kept: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
     with locked(paths.lock):
         old = names(paths)[max(keep, 0) :]
         users = _users(request) if old else {}
@@ -159,16 +160,21 @@ def prune(request: Request) -> dict[str, Any]:
             if name in users:
                 kept.append({"release": name, "why": "in use", "runs": users[name]})
                 continue
-            written = _written_by_a_job(paths, name)
-            if written:
-                kept.append({"release": name, "why": "holds files of a job", "files": written[:10]})
+            try:
+                written = _written_by_a_job(paths, name)
+                if not written:
+                    _hide(paths, name)
+                    removed.append(name)
+                    continue
+            except OSError as error:
+                failed.append({"path": paths.release(name), "why": error.strerror})
                 continue
-            _remove(paths, name)
-            removed.append(name)
+            kept.append({"release": name, "why": "holds files of a job", "files": written[:10]})
+        failed += _clear(paths)
         count, size = 0, 0
         if removed:
             count, size = BlobStore(paths).sweep(_needed(paths), time.time() - FRESH_S)
-    return {"removed": removed, "kept": kept, "blobs": count, "bytes": size}
+    return {"removed": removed, "kept": kept, "failed": failed, "blobs": count, "bytes": size}
 
 
 def _written_by_a_job(paths: ContainerPaths, name: str) -> list[str]:
@@ -180,15 +186,35 @@ def _written_by_a_job(paths: ContainerPaths, name: str) -> list[str]:
     return found.foreign or ([] if found.intact else ["(a file that was pushed is changed)"])
 
 
-def _remove(paths: ContainerPaths, name: str) -> None:
-    """Out of sight by one rename, then gone: half a release is never seen."""
-    beside = f"{paths.releases}/.removed-{name}"
-    remove_tree(beside)
-    os.rename(paths.release(name), beside)
+_HIDDEN = ".removed-"
+
+
+def _hide(paths: ContainerPaths, name: str) -> None:
+    """Out of sight by one rename: half a release is never seen."""
+    os.rename(paths.release(name), new_name(paths.releases, _HIDDEN))
     for path in (paths.release_record(name), paths.release_manifest(name)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    remove_tree(beside)
+
+
+def _clear(paths: ContainerPaths) -> list[dict[str, Any]]:
+    """What is out of sight, since now or since a prune that did not come to its end; what cannot be
+    removed (something is mounted there, say), and why."""
+    import shutil
+
+    stays = []
+    for entry in list(os.scandir(paths.releases)):
+        if not entry.name.startswith(_HIDDEN):
+            continue
+        remove_tree(entry.path)
+        try:
+            # Of what is left after that, the first failure is the reason.
+            shutil.rmtree(entry.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            stays.append({"path": entry.path, "why": error.strerror})
+    return stays
 
 
 def _needed(paths: ContainerPaths) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from laptop import Cli, tree, until
+from laptop import Cli, new_name, tree, until
 
 from orchestrator.lab import Lab
 from orchestrator.lab.proxy import Proxy
@@ -51,11 +51,12 @@ def test_only_what_is_missing_travels(cli: Cli, proxied: Proxy, code: Path) -> N
 def test_old_releases_go_but_those_that_a_run_or_its_results_need(
     cli: Cli, lab: Lab, code: Path, tmp_path: Path
 ) -> None:
+    workdir = new_name("/workspace/few")
     known = yaml.safe_load(lab.inventory.read_text())
-    known["containers"]["lab-201"] |= {"workdir": "/workspace/few", "keep_releases": 2}
+    known["containers"]["lab-201"] |= {"workdir": workdir, "keep_releases": 2}
     cli.inventory = tmp_path / "few.yaml"
     cli.inventory.write_text(yaml.safe_dump(known))
-    releases = lab.files(201) / "workspace/few/dflashctl/releases"
+    releases = lab.files(201) / workdir.lstrip("/") / "dflashctl/releases"
 
     def change(text: str) -> None:
         (code / "what").write_text(text)
@@ -83,22 +84,38 @@ def test_old_releases_go_but_those_that_a_run_or_its_results_need(
 def test_an_old_release_that_cannot_be_removed_fails_no_push(
     cli: Cli, lab: Lab, code: Path, tmp_path: Path
 ) -> None:
+    """On one stands a mount, in the other too, somewhere below."""
+    workdir = new_name("/workspace/held")
     known = yaml.safe_load(lab.inventory.read_text())
-    known["containers"]["lab-201"] |= {"workdir": "/workspace/held", "keep_releases": 1}
+    known["containers"]["lab-201"] |= {"workdir": workdir, "keep_releases": 1}
     cli.inventory = tmp_path / "held.yaml"
     cli.inventory.write_text(yaml.safe_dump(known))
-    held = cli.json("push", "lab-201", cwd=code)
-    lab.pct("exec", 201, "--", "mount", "--bind", held["path"], held["path"])
-    (code / "more").write_text("more")
+    releases = lab.files(201) / workdir.lstrip("/") / "dflashctl/releases"
+    (code / "scratch").mkdir()
+
+    def push(text: str) -> dict[str, Any]:
+        (code / "what").write_text(text)
+        return cli.json("push", "lab-201", cwd=code)
+
+    first = push("first")
+    lab.pct("exec", 201, "--", "mount", "--bind", first["path"], first["path"])
+    busy = {"path": first["path"], "why": "Device or resource busy"}
+    second = push("second")
+    assert (second["removed"], second["not_removed"]) == ([], [busy])
+    lab.pct("exec", 201, "--", "mount", "-t", "tmpfs", "none", f"{second['path']}/scratch")
+    (code / "what").write_text("third")
 
     pushed = cli("push", "lab-201", cwd=code, code=0)
 
-    assert " pushed on lab-201" in pushed.stdout
-    told = " ".join(pushed.stderr.split())
-    assert "older releases stay, which the next push tries to remove again" in told
-    assert f"Device or resource busy: {held['path']}" in told
-    lab.pct("exec", 201, "--", "umount", held["path"])
-    assert cli.json("push", "lab-201", cwd=code)["removed"] == [held["release"]]
+    assert " pushed on lab-201" in pushed.stdout and second["release"] in pushed.stderr
+    (left,) = releases.glob(".removed-*")
+    hidden = f"{workdir}/dflashctl/releases/{left.name}"
+    for path in (first["path"], hidden):
+        assert f"the old {path} could not be removed: Device or resource busy" in pushed.stderr
+        assert f"dflashctl exec lab-201 -- ls -laR {path}" in pushed.stderr
+    lab.pct("exec", 201, "--", "umount", first["path"], f"{hidden}/scratch")
+    assert cli.json("push", "lab-201", cwd=code)["removed"] == [first["release"]]
+    assert not [*releases.glob(".removed-*")]
 
 
 @pytest.fixture
