@@ -1,4 +1,8 @@
-"""The laptop's side of one channel, as small as a test needs it; the agent is the real one."""
+"""The laptop's side of one channel, as small as a test needs it; the agent is the real one.
+
+Where its program lies already it is forked from a bare interpreter (``fork_server.py``); that it
+starts from nothing too is shown by ``test_agent_loader.py``, ``test_channel.py`` and the lab.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import Forked, ForkServer
 
 from orchestrator.agent.frames import Decoder, encode
-from orchestrator.agent.loader import argv, header
+from orchestrator.agent.loader import LOADER, argv, header
 from orchestrator.agent.protocol import MAGIC, PAYLOAD_LIMIT, RESYNC, WINDOW
 from orchestrator.agent_bundle import bundle
 
@@ -52,6 +59,30 @@ def furnish(workdir: Path, program: Path) -> Path:
     return workdir
 
 
+LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")
+"""An interpreter reads them as it begins."""
+
+
+@cache
+def _server() -> ForkServer:
+    """Has imported what every agent takes from the standard library."""
+    flags = argv()[1:-2]
+    return ForkServer("import fcntl, json, pwd, re, threading, typing", os.environ, *flags)
+
+
+def fork_agent(variables: Mapping[str, str], stdin: int, stdout: int, stderr: int) -> Forked:
+    """What ``argv(sys.executable)`` starts."""
+    return _server().start(
+        "-c",
+        [LOADER],
+        cwd=Path("/"),
+        variables=variables,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+    )
+
+
 class Peer:
     """The laptop's side of one channel, as small as a test needs it."""
 
@@ -66,14 +97,32 @@ class Peer:
     ) -> None:
         """``command`` starts the loader somewhere else, by default it is ``python`` here."""
         self.workdir = workdir
-        self.process = subprocess.Popen(
-            command or argv(python),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            cwd="/",
-        )
+        variables = os.environ if environment is None else environment
+        there = workdir / "dflashctl" / "agent" / f"{bundle().digest}.pyz"
+        pipes = [os.pipe() for _ in range(3)]
+        (source, to), (answers, sink), (errors, complaints) = pipes
+        self._stdin = open(to, "wb", buffering=0)  # noqa: SIM115
+        self._stdout = open(answers, "rb", buffering=0)  # noqa: SIM115
+        self._stderr = open(errors, "rb")  # noqa: SIM115
+        self.process: Forked | subprocess.Popen[bytes]
+        if (
+            command is None
+            and python == sys.executable
+            and there.exists()
+            and all(variables.get(name) == os.environ.get(name) for name in LOCALE)
+        ):
+            self.process = fork_agent(variables, source, sink, complaints)
+        else:
+            self.process = subprocess.Popen(
+                command or argv(python),
+                stdin=source,
+                stdout=sink,
+                stderr=complaints,
+                env=variables,
+                cwd="/",
+            )
+        for theirs in (source, sink, complaints):
+            os.close(theirs)
         self.frames: dict[int, queue.Queue[tuple[dict[str, Any], bytes]]] = {}
         self.preamble = b""
         self.errors = b""
@@ -88,10 +137,7 @@ class Peer:
         ]
         for reader in self._readers:
             reader.start()
-        if send_program is None:
-            there = workdir / "dflashctl" / "agent" / f"{bundle().digest}.pyz"
-            send_program = not there.exists()
-        self.introduce(send_program)
+        self.introduce(not there.exists() if send_program is None else send_program)
 
     def introduce(self, send_program: bool) -> None:
         program = bundle()
@@ -103,19 +149,17 @@ class Peer:
         self.introduce(True)
 
     def write(self, data: bytes) -> None:
-        assert self.process.stdin is not None
+        view = memoryview(data)
         with self._lock:
-            self.process.stdin.write(data)
-            self.process.stdin.flush()
+            while view:
+                view = view[self._stdin.write(view) :]
 
     def _inbox(self, number: int) -> queue.Queue[tuple[dict[str, Any], bytes]]:
         return self.frames.setdefault(number, queue.Queue())
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        stream = self.process.stdout.fileno()
         decoder = None
-        while data := os.read(stream, 1 << 20):
+        while data := self._stdout.read(1 << 20):
             if decoder is None:
                 self.preamble += data
                 if MAGIC not in self.preamble:
@@ -134,8 +178,7 @@ class Peer:
         self._inbox(0).put(({"eof": True}, b""))
 
     def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        self.errors = self.process.stderr.read()
+        self.errors = self._stderr.read()
 
     def receive(self, number: int) -> tuple[dict[str, Any], bytes]:
         """The next frame for this id, acknowledgements left out."""
@@ -197,12 +240,10 @@ class Peer:
 
     def close(self) -> int:
         """End of input; the agent's own exit code."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass
+        self._stdin.close()
         code = self.process.wait(WAIT)
         for reader in self._readers:
             reader.join(WAIT)
+        self._stdout.close()
+        self._stderr.close()
         return code

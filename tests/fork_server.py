@@ -1,10 +1,10 @@
 """Processes that begin as ``python -m MODULE`` does, but with the imports made already.
 
-An import of torch and transformers costs 5 s of CPU and the command line's 0.3 s, a fork 0.01 s. A
-server imports once and forks for each start. What comes out is a process of its own all the same,
-with the words, folder, variables, descriptors and end of the real one; there are tests of each
-module that start it from nothing. (multiprocessing's own forkserver is one a process, takes no
-descriptors and ends its children otherwise than an interpreter ends.)
+An import of torch and transformers costs 5 s of CPU, the command line's 0.3 s, an agent's 0.03 s,
+a fork 0.01 s. A server imports once and forks for each start. What comes out is a process of its
+own all the same, with the words, folder, variables, descriptors and end of the real one; there are
+tests of each module that start it from nothing. (multiprocessing's own forkserver is one a process,
+takes no descriptors and ends its children otherwise than an interpreter ends.)
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Any
 
 
 class ForkServer:
-    """``imports`` are the statements to run once, with ``variables`` as the whole environment."""
+    """``imports`` are the statements to run once, with ``variables`` as the whole environment and
+    ``flags`` as the interpreter's own."""
 
-    def __init__(self, imports: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, imports: str, variables: Mapping[str, str], *flags: str) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), imports],
+                [sys.executable, *flags, __file__, str(theirs.fileno()), imports],
                 env=dict(variables),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -47,13 +48,15 @@ class ForkServer:
         variables: Mapping[str, str],
         stdout: int,
         stderr: int,
+        stdin: int | None = None,
     ) -> Forked:
-        """``python -m module words``; nothing comes from its standard input."""
+        """``python -m module words``, or ``python -c word`` where the module is ``-c``; without
+        ``stdin`` nothing comes from its standard input."""
         request = {"module": module, "words": words, "cwd": str(cwd), "variables": dict(variables)}
         status, theirs = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            descriptors = [nothing, stdout, stderr, theirs]
+            descriptors = [nothing if stdin is None else stdin, stdout, stderr, theirs]
             socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
         finally:
             os.close(nothing)
@@ -89,17 +92,30 @@ class Forked:
         self.pid = int(self._status.readline())
         self._code: int | None = None
 
-    def wait(self, limit_s: float) -> int:
+    def wait(self, limit_s: float = 60.0) -> int:
         """The exit code, a signal's negative. Killed when the time is over."""
+        if not self._ends_within(limit_s):
+            self.kill()
+            raise subprocess.TimeoutExpired(str(self.pid), limit_s)
         if self._code is None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._status, selectors.EVENT_READ)
-                if not selector.select(limit_s):
-                    os.kill(self.pid, signal.SIGKILL)
-                    raise subprocess.TimeoutExpired(str(self.pid), limit_s)
             with self._status:
                 self._code = int(self._status.readline())
         return self._code
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self.wait() if self._ends_within(0) else None
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _ends_within(self, limit_s: float) -> bool:
+        if self._code is not None:
+            return True
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._status, selectors.EVENT_READ)
+            return bool(selector.select(limit_s))
 
     @property
     def ended(self) -> bool:
@@ -177,6 +193,10 @@ def become(request: dict[str, Any]) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if request["module"] == "-c":
+        sys.argv = ["-c"]
+        exec(request["words"][0], {"__name__": "__main__"})
+        return
     sys.path[0] = request["cwd"]
     sys.argv = [request["module"], *request["words"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)

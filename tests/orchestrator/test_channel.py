@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from agent_peer import furnish
 
 from orchestrator import agent_bundle, channel, request
 from orchestrator.agent import loader
@@ -70,13 +71,18 @@ Open = Callable[..., AgentChannel]
 
 
 @pytest.fixture
-def open_channel(tmp_path: Path) -> Iterator[Open]:
+def open_channel(tmp_path: Path, warm_program: Path) -> Iterator[Open]:
+    """Where the program lies already, unless it is the first time: ``cold``."""
     opened: list[tuple[AgentChannel, Pipes]] = []
+    warm = furnish(tmp_path / "warm", warm_program)
 
-    def make(argv: list[str] | None = None, *, trusted: bool = False) -> AgentChannel:
+    def make(
+        argv: list[str] | None = None, *, trusted: bool = False, cold: bool = False
+    ) -> AgentChannel:
         link = Pipes(argv or loader.argv(PYTHON))
+        workdir = tmp_path / "cold" if cold else warm
         found = AgentChannel(
-            link, agent_bundle.bundle(), str(tmp_path), trusted=trusted, host="pve1", ct=200
+            link, agent_bundle.bundle(), str(workdir), trusted=trusted, host="pve1", ct=200
         )
         opened.append((found, link))
         return found
@@ -102,10 +108,10 @@ def test_requests_go_out_before_the_agent_has_spoken(open_channel: Open) -> None
 
 def test_the_program_travels_only_when_it_is_absent(open_channel: Open) -> None:
     size = len(agent_bundle.bundle().data)
-    first = open_channel(trusted=True)
+    first = open_channel(trusted=True, cold=True)
     assert first.call("ping")
     assert len(link_of(first).sent) > size
-    second = open_channel(trusted=True)
+    second = open_channel(trusted=True, cold=True)
     assert second.call("ping")
     assert len(link_of(second).sent) < 2000
 
