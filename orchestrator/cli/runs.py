@@ -33,7 +33,7 @@ from orchestrator.launch import whoami
 from orchestrator.reconnect import reconnecting
 from orchestrator.run import Asked, RunRef, RunSummary, ask_all, seconds
 from orchestrator.state import LaptopState, RememberedRun
-from trainer.telemetry import compact, duration
+from trainer.telemetry import QUIET_EVENTS, compact, duration
 
 # 80 in all, with a blank between them.
 COLUMNS = (
@@ -189,6 +189,7 @@ def _show(run: RunSummary, ref: RunRef, answer: dict[str, Any]) -> None:
         ("run", run.run_id),
         ("where", ref.target.in_full),
         ("state", run.ending()),
+        ("phase", _between_steps(run, answer)),
         ("command", shlex.join(map(str, answer.get("command") or []))),
         ("release", answer.get("release")),
         ("launched by", answer.get("who")),
@@ -216,6 +217,12 @@ def _attempt(answer: dict[str, Any]) -> str | None:
     restart = (answer.get("record") or {}).get("restart") or {}
     more = restart.get("max")
     return f"{answer.get('attempt') or 1} of {more + 1}" if more else None
+
+
+def _between_steps(run: RunSummary, answer: dict[str, Any]) -> str | None:
+    """What keeps a run that trains from stepping: minutes, after the last step."""
+    phase = answer.get("phase")
+    return phase if phase in QUIET_EVENTS and run.state == "training" else None
 
 
 def _stopped_by(answer: dict[str, Any]) -> str | None:

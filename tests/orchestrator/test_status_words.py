@@ -1,4 +1,4 @@
-"""What `status` prints of a run that somebody stopped."""
+"""What `status` prints of a run that somebody stopped, or that takes no step just now."""
 
 from __future__ import annotations
 
@@ -50,3 +50,13 @@ def test_a_command_is_shown_as_it_can_be_typed_again(capsys: pytest.CaptureFixtu
     assert "command      bash -c 'echo a; exit 3'\n" in text
     text = shown({"state": "training", "command": ["python", "-c", "import x\nx.go()"]}, capsys)
     assert f"command      python -c 'import x\n{'':13}x.go()'\n" in text
+
+
+def test_a_run_that_evaluates_says_so_where_its_steps_are_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "phase        evaluating\n" in shown(
+        {"state": "training", "phase": "evaluating"}, capsys
+    )
+    assert "phase" not in shown({"state": "training", "phase": "checkpoint"}, capsys)
+    assert "phase" not in shown({"state": "failed", "phase": "evaluating"}, capsys)
