@@ -27,10 +27,13 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo       train and evaluate a real drafter in the loopback lab (12 min after installation)"
+	@echo "make install    the controller, the trainer and the development tools, into $(VENV)"
+	@echo "make lab-python the interpreter with torch of the lab's container 200"
 	@echo "make test       everything: lint, types, unit, torch and lab tests"
 	@echo "make test-fast  what takes no lab and no long torch run (under a minute)"
 	@echo "make test-lab   the tests against the real sshd, containers and tmux"
 	@echo "make test-soak  the heavy fault counts"
+	@echo "make lint       ruff and mypy alone"
 
 demo: install lab-python
 	@PATH="$(CURDIR)/$(BIN):$$PATH" playbooks/demo/demo.sh
