@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,22 +149,28 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def load_prompts(
-    evaluation: EvaluationConfig, held_out: list[Messages], template: ChatTemplate, room: int
+    evaluation: EvaluationConfig, held_out: Iterable[Messages], template: ChatTemplate, room: int
 ) -> list[list[int]]:
     """Tokens of the prompts to decode, ``evaluation.count`` at most; longer ones than ``room``
     tokens are passed over."""
     if evaluation.prompts is not None:
-        read = list(read_conversations(evaluation.prompts))
-        found = [c.prompt for c in read if not isinstance(c, Rejection)]
+        read = read_conversations(evaluation.prompts)
+        found: Iterable[Messages] = (c.prompt for c in read if not isinstance(c, Rejection))
         source = evaluation.prompts
     else:
         found, source = held_out, "the held-out share of the data"
-    encoded = (template.prompt(messages) for messages in found)
-    fitting = (tokens for tokens in encoded if len(tokens) <= room)
-    prompts = list(itertools.islice(fitting, evaluation.count))
+    prompts: list[list[int]] = []
+    seen = 0
+    for messages in found:
+        seen += 1
+        tokens = template.prompt(messages)
+        if len(tokens) <= room:
+            prompts.append(tokens)
+        if len(prompts) == evaluation.count:
+            break
     if not prompts:
         raise DataError(
-            f"there is no prompt to evaluate on: {source} has {len(found)},"
+            f"there is no prompt to evaluate on: {source} has {seen},"
             f" of which none has at most {room} tokens"
             f" (the target's positions less {evaluation.max_new_tokens} new tokens)",
             next_step="raise data.held_out, name a file by evaluation.prompts, or decode fewer"
@@ -177,7 +183,7 @@ def run_prompts(run: Run, evaluation: EvaluationConfig) -> list[list[int]]:
     """What a run will be evaluated on. Asked for before its first step, so that nobody learns of a
     file that is not there when the training is over."""
     room = run.resolved.drafter.max_position_embeddings - evaluation.max_new_tokens
-    return load_prompts(evaluation, run.data.prompts, ChatTemplate(run.resolved.tokenizer), room)
+    return load_prompts(evaluation, run.data.prompts(), ChatTemplate(run.resolved.tokenizer), room)
 
 
 def evaluate_run(

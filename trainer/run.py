@@ -178,8 +178,7 @@ class Run:
         if sampled is None:
             fp8 = self.config.optimization.fp8 != "off"
             return fast_head_loss(device, frozen.head, "fp8" if fp8 else "bf16")
-        train = self.data.train
-        answers = torch.from_numpy(np.unique(train.labels[train.supervised]).astype(np.int64))
+        answers = torch.from_numpy(self.data.train.answers().astype(np.int64))
         return SampledHeadLoss(answers.to(device), sampled, self.resolved.drafter.vocab_size)
 
     def job(self) -> Job:

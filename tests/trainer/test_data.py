@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_samples import samples_of, write_samples
 from tiny_target import MARKED_TEMPLATE, TEMPLATE, make_tokenizer, run_config, write_chats
 
 from trainer.config import parse_config
@@ -146,7 +148,7 @@ def test_a_template_that_rewrites_earlier_turns_stops_clearly(tmp_path: Path) ->
     write_chats(tmp_path / "chats.jsonl", 1)
     config = parse_config(run_config(tmp_path), source="t", base=tmp_path)
     with pytest.raises(DataError, match=r"chats\.jsonl:1: .*rewrites what came"):
-        check_files(config, make_tokenizer(rewriting))
+        check_files(config, make_tokenizer(rewriting), lambda _: None)
 
 
 @pytest.mark.parametrize("marker", ["{%generation %}", "{%-   generation -%}", "{%+ generation %}"])
@@ -166,7 +168,9 @@ def test_a_conversation_that_the_template_refuses_is_left_out_with_its_line(
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
     tree = run_config(tmp_path, data={"files": [str(path)]})
-    report, rejected = check_files(parse_config(tree, source="t", base=tmp_path), tokenizer)
+    rejected: list[Rejection] = []
+    config = parse_config(tree, source="t", base=tmp_path)
+    report = check_files(config, tokenizer, rejected.append)
     assert report["samples"]["samples"] == 1
     reason = "the chat template refuses the conversation: no system"
     assert rejected == [Rejection("chats.jsonl:2", reason)]
@@ -181,7 +185,8 @@ def test_an_answer_beyond_the_row_is_left_out_with_its_line(tmp_path: Path) -> N
     path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
     tree = run_config(tmp_path, data={"files": [str(path)], "sequence_length": 64})
     config = parse_config(tree, source="t", base=tmp_path)
-    report, rejected = check_files(config, make_tokenizer(TEMPLATE))
+    rejected: list[Rejection] = []
+    report = check_files(config, make_tokenizer(TEMPLATE), rejected.append)
     assert report["samples"]["samples"] == 1
     assert rejected == [Rejection("chats.jsonl:2", "no supervised pair of tokens in reach")]
 
@@ -240,7 +245,7 @@ def make_batches(count: int = 23, **changes: object) -> PackedBatches:
         tokens = generator.integers(4, 200, length).astype(np.int32)
         samples.append(Encoded(tokens, np.arange(length) >= 3))
     tree = run_config(Path("/x"), **changes)
-    return PackedBatches(Samples.of(samples), parse_config(tree, source="t", base=Path("/")), 0)
+    return PackedBatches(samples_of(samples), parse_config(tree, source="t", base=Path("/")), 0)
 
 
 def test_a_batch_is_a_function_of_step_and_slot() -> None:
@@ -290,19 +295,35 @@ def test_how_a_step_is_cut_into_microbatches_does_not_change_its_rows() -> None:
         assert torch.equal(whole(step, 0).tokens, torch.stack(rows))
 
 
-def test_a_fingerprint_changes_with_any_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", ["tokens", "supervised", "labels"])
+def test_a_fingerprint_changes_with_any_value(changed: str) -> None:
     samples = make_batches().samples
-    changed = samples.tokens.copy()
-    changed[5] += 1
-    other = Samples(changed, samples.supervised, samples.offsets, samples.features, samples.labels)
+    values = getattr(samples, changed).copy()
+    values[5] = ~values[5]
+    other = replace(samples, **{changed: values})
     assert samples.fingerprint()["sha256"] != other.fingerprint()["sha256"]
-    samples.save(tmp_path)
-    assert Samples.load(tmp_path).fingerprint() == samples.fingerprint()
+
+
+def test_a_fingerprint_stays_what_it_was_when_checkpoints_were_made() -> None:
+    """It is part of every checkpoint, which another one makes useless."""
+    assert make_batches().samples.fingerprint() == {
+        "samples": 23,
+        "tokens": 509,
+        "supervised": 440,
+        "longest": 39,
+        "lengths": {"<= 8": 2, "<= 16": 4, "<= 32": 12, "<= 64": 5},
+        "sha256": "5d75da8b04260752",
+    }
+
+
+def test_the_loss_may_ask_for_supervised_tokens_alone() -> None:
+    sample = Encoded(np.array([9, 7, 5, 7, 3], np.int32), np.array([0, 1, 0, 1, 1], bool))
+    assert samples_of([sample, sample]).answers().tolist() == [3, 7]
 
 
 def test_prepared_data_cut_short_is_refused(tmp_path: Path) -> None:
-    samples = make_batches().samples
-    samples.save(tmp_path)
+    sample = Encoded(np.arange(9, dtype=np.int32), np.ones(9, bool))
+    samples = write_samples(tmp_path, [sample] * 3)
     np.save(tmp_path / "supervised.npy", samples.supervised[:-3])
     with pytest.raises(DataError, match="cut short"):
         Samples.load(tmp_path)

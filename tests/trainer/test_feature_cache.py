@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_samples import samples_of
 from tiny_target import make_model, run_config
 from torch import Tensor
 
 from trainer.config import parse_config
 from trainer.data.batch import Batch
 from trainer.data.pack import PackedBatches
-from trainer.data.store import Samples
 from trainer.data.template import Encoded
 from trainer.feature_cache import CachedTarget
 from trainer.target import TappedTarget
@@ -36,7 +36,7 @@ def make_batches() -> PackedBatches:
         Encoded(generator.integers(4, 200, n).astype(np.int32), np.arange(n) >= 3) for n in lengths
     ]
     config = parse_config(run_config(Path("/x")), source="t", base=Path("/"))
-    return PackedBatches(Samples.of(samples), config, 0)
+    return PackedBatches(samples_of(samples), config, 0)
 
 
 def test_each_row_is_asked_for_once_and_comes_back_the_same() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tiny_target import make_model, make_tokenizer, run_config, save_target, write_chats
 
 from trainer.config import parse_config
+from trainer.data.conversation import Rejection, prompt_key
 from trainer.data.decode import BatchDecoder, Completion, Request
 from trainer.data.make import Journal, Maker, Say
 from trainer.data.pack import PackedBatches
@@ -71,13 +73,16 @@ def test_a_deadline_cuts_rows_and_keeps_what_they_made() -> None:
 
 
 def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j.jsonl")
-    journal.append([{"key": 1}, {"key": 2}])
-    with journal.path.open("a") as stream:
+    journal = Journal(tmp_path, "j.jsonl")
+    journal.append({"key": 1, "said": "a\u2028b"})
+    journal.append({"key": 2})
+    with (tmp_path / "j.jsonl").open("a") as stream:
         stream.write('{"key": 3, "te')
-    assert [item["key"] for item in journal.read()] == [1, 2]
-    journal.append([{"key": 4}])
-    assert [item["key"] for item in journal.read()] == [1, 2, 4]
+    again = Journal(tmp_path, "j.jsonl")
+    assert list(again) == [1, 2]
+    assert again[1]["said"] == "a\u2028b"
+    again.append({"key": 4})
+    assert list(Journal(tmp_path, "j.jsonl")) == [1, 2, 4]
 
 
 def make_maker(folder: Path, say: Say = lambda _: None, **response: float) -> Maker:
@@ -92,36 +97,31 @@ def make_maker(folder: Path, say: Say = lambda _: None, **response: float) -> Ma
     return Maker(model, tokenizer, config, folder, seed=1, held_out=0.0, say=say)
 
 
-def test_a_killed_run_makes_only_what_is_missing(tmp_path: Path) -> None:
-    from trainer.data.conversation import Conversation
+def journal(folder: Path, name: str | None, items: list[dict[str, Any]]) -> Journal:
+    made = Journal(folder, name)
+    for item in items:
+        made.append(item)
+    return made
 
-    asked = [Conversation([{"role": "user", "content": f"n {i}"}], "test") for i in range(5)]
-    maker = make_maker(tmp_path)
-    whole = maker.responses(asked)
+
+def test_a_killed_run_makes_only_what_is_missing(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": f"n {i}"}] for i in range(5)]
+    asked = journal(tmp_path, None, [{"key": prompt_key(m), "messages": m} for m in turns])
+    whole = list(make_maker(tmp_path).responses(asked))
+    assert [answer["messages"] for answer in whole] == turns
     path = tmp_path / "responses.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:17])
-    again = make_maker(tmp_path).responses(asked)
-    assert [r["key"] for r in again] == [r["key"] for r in whole]
+    assert list(make_maker(tmp_path).responses(asked)) == whole
     assert path.read_text().splitlines()[:2] == lines[:2]
     assert len(path.read_text().splitlines()) == 5
 
 
-def test_a_time_that_ran_out_is_told_with_what_it_left(tmp_path: Path) -> None:
-    """`responses 3/5` alone reads as if two had failed."""
-    from trainer.data.conversation import Conversation
-
-    asked = [Conversation([{"role": "user", "content": f"n {i}"}], "test") for i in range(5)]
-    said: list[str] = []
-    assert len(make_maker(tmp_path, said.append, seconds=1e-6).responses(asked)) == 3
-    assert said[-2].startswith("data: responses 3/5 | ")
-    assert said[-1] == (
-        "data: the 1e-06 s for responses are over: the run goes on with these 3, without the other"
-        " 2"
-    )
-    said.clear()
-    assert len(make_maker(tmp_path, said.append, seconds=600).responses(asked)) == 5
-    assert said[-1].startswith("data: responses 5/5 | ")
+def found_prompts(folder: Path) -> tuple[list[str], list[str]]:
+    """Texts, and the reasons of what was left out."""
+    rejected: list[Rejection] = []
+    found = make_maker(folder).prompts(rejected.append)
+    return [found[key]["messages"][0]["content"] for key in found], [r.reason for r in rejected]
 
 
 def test_self_made_prompts_are_repeatable_and_end_on_their_own(tmp_path: Path) -> None:
@@ -130,40 +130,36 @@ def test_self_made_prompts_are_repeatable_and_end_on_their_own(tmp_path: Path) -
     texts = []
     for name in ("a", "b"):
         try:
-            found, _ = make_maker(tmp_path / name).prompts()
+            found, _ = found_prompts(tmp_path / name)
         except DataError:
             found = []
-        texts.append([p.messages[0]["content"] for p in found])
+        texts.append(found)
     assert texts[0] == texts[1]
-    records = Journal(tmp_path / "a" / "prompts-0.jsonl").read()
+    records = Journal(tmp_path / "a", "prompts-0.jsonl")
     assert len(records) == 6
-    assert len(texts[0]) <= sum(record["ended"] for record in records)
+    assert len(texts[0]) <= sum(records[key]["ended"] for key in records)
 
 
 def test_a_self_made_prompt_that_did_not_end_is_left_out_and_counted(tmp_path: Path) -> None:
-    maker = make_maker(tmp_path)
     records = [
         {"key": key, "text": text, "ended": ended}
         for key, text, ended in ((0, "cut sho", False), (1, "What is 2 + 2?", True), (2, "", True))
     ]
     records += [{"key": key, "text": "cut", "ended": False} for key in (3, 4, 5)]
-    Journal(tmp_path / "prompts-0.jsonl").append(records)
+    journal(tmp_path, "prompts-0.jsonl", records)
 
-    found, rejected = maker.prompts()
+    found, reasons = found_prompts(tmp_path)
 
-    assert [p.messages[0]["content"] for p in found] == ["What is 2 + 2?"]
-    assert sorted(r.reason for r in rejected) == [
-        *["did not end within 8 tokens"] * 4,
-        "is empty",
-    ]
+    assert found == ["What is 2 + 2?"]
+    assert sorted(reasons) == [*["did not end within 8 tokens"] * 4, "is empty"]
 
 
 def test_no_prompt_at_all_says_why_and_what_to_do(tmp_path: Path) -> None:
     records = [{"key": key, "text": "cut", "ended": False} for key in range(6)]
-    Journal(tmp_path / "prompts-0.jsonl").append(records)
+    journal(tmp_path, "prompts-0.jsonl", records)
 
     with pytest.raises(DataError, match=r"did not end within 8 tokens \(6\)") as told:
-        make_maker(tmp_path).prompts()
+        found_prompts(tmp_path)
 
     assert "max_new_tokens" in told.value.next_step
 
@@ -191,8 +187,9 @@ def test_prepared_data_is_the_targets_own_tokens_split_by_prompt(tmp_path: Path)
     folder = tmp_path / "data"
     found = prepare(config, folder, tokenizer, lambda: make_model("llama"), said.append)
     assert len(found.train) + len(found.held_out) == 12
-    assert len(found.held_out) == len(found.prompts) > 0
-    held = {prompt[0]["content"] + "</s>" for prompt in found.prompts}
+    prompts = list(found.prompts())
+    assert len(found.held_out) == len(prompts) > 0
+    held = {prompt[0]["content"] + "</s>" for prompt in prompts}
     shown = {tokenizer.decode(found.train[i].tokens) for i in range(len(found.train))}
     assert not any(prompt in text for prompt in held for text in shown)
     assert found.report["rejected"]["count"] == 1
@@ -238,7 +235,34 @@ def test_a_held_out_prompt_may_hold_any_character(tmp_path: Path) -> None:
     tree = run_config(tmp_path, data={"held_out": 0.9})
     config = parse_config(tree, source="t", base=tmp_path)
     found = prepare(config, tmp_path / "d", make_tokenizer(), lambda: None, lambda _: None)
-    assert turns[:1] in found.prompts
+    assert turns[:1] in list(found.prompts())
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    def peak(count: int) -> int:
+        """Bytes, while so many chats of 2,000 tokens are prepared."""
+        home = tmp_path / str(count)
+        home.mkdir()
+        answer = {"role": "assistant", "content": "word " * 400}
+        with (home / "chats.jsonl").open("w") as stream:
+            for number in range(count):
+                turns = [{"role": "user", "content": f"n {number}"}, answer]
+                stream.write(json.dumps({"messages": turns}) + "\n")
+        config = parse_config(run_config(home), source="t", base=home)
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        prepare(config, home / "d", make_tokenizer(), lambda: None, lambda _: None)
+        return tracemalloc.get_traced_memory()[1] - before
+
+    tracemalloc.start()
+    try:
+        peak(9)
+        grown = peak(40) - peak(10)
+    finally:
+        tracemalloc.stop()
+    # 30 chats are 540 kB of tokens, marks and labels.
+    assert grown < 100_000
 
 
 def test_prompts_may_be_supervised_too_but_not_the_templates_opening(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 
 from trainer.config import load_config
+from trainer.data.conversation import Rejection
 from trainer.data.prepare import check_files, load_prepared
 from trainer.data.template import ChatTemplate
 from trainer.errors import DataError
@@ -42,11 +43,16 @@ def _check_data(resolved: Resolved) -> int:
         say(f"{folder} is complete")
         say(json.dumps(prepared.report, indent=2))
         return 0
-    report, rejected = check_files(config, resolved.tokenizer)
-    say(json.dumps(report, indent=2))
-    for item in rejected:
+    rejected = 0
+
+    def tell(item: Rejection) -> None:
+        nonlocal rejected
+        rejected += 1
         say(f"{item.where}: {item.reason}")
-    say(f"{len(rejected)} lines are left out")
+
+    report = check_files(config, resolved.tokenizer, tell)
+    say(json.dumps(report, indent=2))
+    say(f"{rejected} lines are left out")
     made = config.data.make.prompts if config.data.make else []
     invented = any(source.kind == "self" for source in made)
     if not (report["samples"]["samples"] or report["prompts"] or invented):

@@ -7,17 +7,17 @@ stopped; a torn last line is cut off and made again.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 from trainer.data.conversation import (
     Conversation,
     Rejection,
     is_held_out,
-    prompt_key,
     read_conversations,
 )
 from trainer.data.decode import BatchDecoder, Request
@@ -31,41 +31,60 @@ if TYPE_CHECKING:
     from trainer.data.slots import SlotDecoder
 
 Say = Callable[[str], None]
+Reject = Callable[[Rejection], None]
 
 PROGRESS_EVERY_S = 5.0
+ENCODED_TOGETHER = 1024
+"""Prompts: the tokenizer takes many at once, and not all of millions need be in memory."""
 
 
 class Journal:
-    """Append-only JSONL whose lines are dictionaries with a ``key``. Stays open: a small target on
-    a GPU makes thousands of lines a second, and opening the file was two thirds of each's cost."""
+    """Append-only JSONL whose lines are dictionaries with a ``key``, of which keys and places alone
+    are in memory. Stays open: a small target on a GPU makes thousands of lines a second, and
+    opening the file was two thirds of each's cost."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stream: TextIO | None = None
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        """Takes over the whole lines of a file that is there; a torn last one is cut off it.
+        Without a name it is empty, and gone with its process."""
+        self._stream: IO[bytes] = (
+            (folder / name).open("a+b") if name else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        )
+        self._places: dict[Any, int] = {}
+        self._end = 0
+        self._stream.seek(0)
+        for line in self._stream:
+            if not line.endswith(b"\n"):
+                break
+            self._places[json.loads(line)["key"]] = self._end
+            self._end += len(line)
+        self._stream.truncate(self._end)
 
-    def read(self) -> list[dict[str, Any]]:
-        """Whole lines; a torn last one is cut off the file."""
-        if not self.path.exists():
-            return []
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            with self.path.open("r+b") as stream:
-                stream.truncate(len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
+    def __len__(self) -> int:
+        return len(self._places)
 
-    def append(self, items: Iterable[dict[str, Any]]) -> None:
+    def __iter__(self) -> Iterator[Any]:
+        """The keys, in the order of their first lines."""
+        return iter(self._places)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        self._stream.seek(self._places[key])
+        item: dict[str, Any] = json.loads(self._stream.readline())
+        return item
+
+    def append(self, item: dict[str, Any]) -> None:
         """Written through at once: a kill costs a torn line at most."""
-        text = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
-        if self._stream is None:
-            self._stream = self.path.open("a", encoding="utf-8")
-        self._stream.write(text)
+        line = (json.dumps(item, ensure_ascii=False) + "\n").encode()
+        self._stream.seek(self._end)
+        self._stream.write(line)
         self._stream.flush()
+        self._places[item["key"]] = self._end
+        self._end += len(line)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._stream.close()
 
 
 class Progress:
@@ -132,10 +151,15 @@ class Maker:
         self.features = features
         self.stop = stop_tokens(tokenizer, model.generation_config)
 
-    def prompts(self) -> tuple[list[Conversation], list[Rejection]]:
-        """All prompts of all sources, each once."""
-        found: dict[str, Conversation] = {}
-        rejected: list[Rejection] = []
+    def prompts(self, reject: Reject) -> Journal:
+        """All prompts of all sources, each once: ``{"key", "messages"}``."""
+        found = Journal(self.folder)
+        reasons: Counter[str] = Counter()
+
+        def leave_out(item: Rejection) -> None:
+            reasons[item.reason] += 1
+            reject(item)
+
         for number, source in enumerate(self.config.prompts):
             if isinstance(source, FilePrompts):
                 items: Iterable[Conversation | Rejection] = read_conversations(
@@ -145,27 +169,25 @@ class Maker:
                 items = self._self_made(source, number)
             for item in items:
                 if isinstance(item, Rejection):
-                    rejected.append(item)
+                    leave_out(item)
                 elif (refusal := self.template.refusal(item.prompt)) is not None:
-                    rejected.append(Rejection(item.where, refusal))
+                    leave_out(Rejection(item.where, refusal))
                 elif item.key in found:
-                    rejected.append(Rejection(item.where, "the same prompt as an earlier one"))
+                    leave_out(Rejection(item.where, "the same prompt as an earlier one"))
                 else:
-                    found[item.key] = Conversation(item.prompt, item.where)
+                    found.append({"key": item.key, "messages": item.prompt})
         if not found:
-            reasons = Counter(r.reason for r in rejected).most_common(3)
-            told = "; ".join(f"{reason} ({count})" for reason, count in reasons)
+            told = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
             raise DataError(
                 f"data.make.prompts gave no usable prompt: {told or 'its files are empty'}",
                 next_step="kind: self needs max_new_tokens and seconds enough to end a prompt (one"
                 " that was cut is left out); kind: file needs `messages` or `prompt` in each line",
             )
-        return list(found.values()), rejected
+        return found
 
     def _self_made(self, source: SelfPrompts, number: int) -> Iterator[Conversation | Rejection]:
         """Let the target continue ``…user\\n{opening}`` until it ends the user's turn."""
-        journal = Journal(self.folder / f"prompts-{number}.jsonl")
-        known = {item["key"]: item for item in journal.read()}
+        known = Journal(self.folder, f"prompts-{number}.jsonl")
         before, after = self.template.user_frame()
         start = self.tokenizer(before + source.opening, add_special_tokens=False)["input_ids"]
         end = self.tokenizer(after, add_special_tokens=False)["input_ids"][:1]
@@ -187,75 +209,83 @@ class Maker:
             if completion is not None:
                 tokens = completion.tokens[:-1] if completion.ended else completion.tokens
                 text = source.opening + self.tokenizer.decode(tokens, skip_special_tokens=True)
-                item = {"key": completion.key, "text": text.strip(), "ended": completion.ended}
-                known[completion.key] = item
-                journal.append([item])
+                known.append(
+                    {"key": completion.key, "text": text.strip(), "ended": completion.ended}
+                )
             progress.update(len(known), decoder.generated)
-        journal.close()
         if requests:
             progress.end(len(known), decoder.generated)
         for key in sorted(known):
-            where = f"self-made:{number}:{key}"
+            where, item = f"self-made:{number}:{key}", known[key]
             # A prompt cut by the limit is half a question: it would teach the target's half answer.
-            if not known[key]["ended"]:
+            if not item["ended"]:
                 yield Rejection(where, f"did not end within {source.max_new_tokens} tokens")
-            elif not known[key]["text"]:
+            elif not item["text"]:
                 yield Rejection(where, "is empty")
             else:
-                message = {"role": "user", "content": known[key]["text"]}
-                yield Conversation([message], where)
+                yield Conversation([{"role": "user", "content": item["text"]}], where)
+        known.close()
         if not known:
             yield Rejection(f"self-made:{number}", "none was written in its seconds")
 
-    def responses(self, prompts: list[Conversation]) -> list[dict[str, Any]]:
+    def responses(self, prompts: Journal) -> Iterator[dict[str, Any]]:
         """``{"key", "messages", "prompt_tokens", "response_tokens", "ended", "features"}`` for each
-        prompt, in the prompts' order; fewer if the time ran out."""
+        prompt, in the prompts' order; fewer if the time ran out. All are made before the first is
+        read."""
         settings: ResponseConfig = self.config.response
         layer_ids = None
         if self.features is not None:
             self.features.create()
             layer_ids = self.features.layer_ids
-        journal = Journal(self.folder / "responses.jsonl")
-        made = {item["key"]: item for item in journal.read()}
-        keys = [prompt_key(p.messages) for p in prompts]
-        encoded = self.template.prompts([p.messages for p in prompts])
+        made = Journal(self.folder, "responses.jsonl")
+        keys = list(prompts)
         missing = [index for index, key in enumerate(keys) if key not in made]
         # By hash, so that a run cut by time has some of every source; held-out prompts come last:
         # their responses only validate.
         missing.sort(key=lambda i: (is_held_out(keys[i], self.held_out), keys[i]))
-        requests = [
-            Request(
-                index,
-                encoded[index],
-                settings.max_new_tokens,
-                settings.temperature,
-                settings.top_p,
-                self.seed,
-            )
-            for index in missing
-        ]
+        under_way: dict[int, dict[str, Any]] = {}
         decoder = self._decoder(self.stop, layer_ids)
-        progress = Progress("responses", len(prompts), self.say, settings.seconds)
+        progress = Progress("responses", len(keys), self.say, settings.seconds)
+        requests = self._requests(prompts, keys, missing, under_way)
         for completion in decoder.run(requests, _deadline(settings.seconds)):
             if completion is not None:
-                index = completion.key
                 offset = NONE
                 if self.features is not None and completion.features is not None:
                     offset = self.features.append(completion.features)
-                made[keys[index]] = item = {
-                    "key": keys[index],
-                    "messages": prompts[index].messages,
-                    "prompt_tokens": encoded[index],
+                answer = {
                     "response_tokens": completion.tokens,
                     "ended": completion.ended,
                     "features": offset,
                 }
-                journal.append([item])
+                made.append(under_way.pop(completion.key) | answer)
             progress.update(len(made), decoder.generated)
-        journal.close()
-        if requests:
-            progress.end(len(made), decoder.generated)
-        return [made[key] for key in keys if key in made]
+        if missing:
+            progress.update(len(made), decoder.generated, force=True)
+        return (made[key] for key in keys if key in made)
+
+    def _requests(
+        self,
+        prompts: Journal,
+        keys: list[str],
+        missing: list[int],
+        under_way: dict[int, dict[str, Any]],
+    ) -> Iterator[Request]:
+        """As the decoder takes them, each noted in ``under_way`` until it is answered."""
+        settings = self.config.response
+        for start in range(0, len(missing), ENCODED_TOGETHER):
+            indices = missing[start : start + ENCODED_TOGETHER]
+            items = [prompts[keys[index]] for index in indices]
+            encoded = self.template.prompts([item["messages"] for item in items])
+            for index, item, tokens in zip(indices, items, encoded, strict=True):
+                under_way[index] = item | {"prompt_tokens": tokens}
+                yield Request(
+                    index,
+                    tokens,
+                    settings.max_new_tokens,
+                    settings.temperature,
+                    settings.top_p,
+                    self.seed,
+                )
 
     def _decoder(
         self, stop: set[int], layer_ids: tuple[int, ...] | None = None

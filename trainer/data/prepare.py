@@ -1,4 +1,5 @@
-"""From a config to a prepared folder: made or read, tokenized, split, reported.
+"""From a config to a prepared folder: made or read, tokenized, split, reported; one sample at a
+time, so that memory does not grow with the data but by some hundred bytes a prompt.
 
     folder/prompts-N.jsonl, responses.jsonl   what the target made (append-only)
     folder/train/, folder/held_out/           tokenized samples
@@ -10,15 +11,16 @@ A complete folder of the same config is used as it is.
 
 from __future__ import annotations
 
+import itertools
 import json
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
-import torch
 
 from trainer.config import TrainConfig, digest
 from trainer.data.conversation import (
@@ -29,23 +31,24 @@ from trainer.data.conversation import (
     read_conversations,
 )
 from trainer.data.features import NONE, FeatureFile
-from trainer.data.make import Maker, Progress, Say
-from trainer.data.store import Samples
+from trainer.data.labels import relabel
+from trainer.data.make import Journal, Maker, Reject, Say
+from trainer.data.store import Samples, SampleWriter, describe
 from trainer.data.template import ChatTemplate, Encoded, RefusedError
 from trainer.drafter.config import text_config
-from trainer.errors import DataError
+from trainer.errors import DataError, ResourceError
 from trainer.objective import anchor_candidates
 
 REPORT = "report.json"
 HELD_OUT_PROMPTS = "held_out.jsonl"
+PARTS = ("train", "held_out")
 
 
 @dataclass(frozen=True)
 class Prepared:
+    folder: Path
     train: Samples
     held_out: Samples
-    prompts: list[Messages]
-    """Held-out prompts."""
     report: dict[str, Any]
 
     @property
@@ -53,15 +56,32 @@ class Prepared:
         found: dict[str, Any] = self.report["train"]
         return found
 
+    def prompts(self) -> Iterator[Messages]:
+        """The held-out ones."""
+        with (self.folder / HELD_OUT_PROMPTS).open(encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)["messages"]
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Sample:
     where: str
     key: str
-    prompt: Messages
     encoded: Encoded
     features: int = NONE
-    labels: np.ndarray | None = None
+
+
+@dataclass
+class Rejections:
+    """What the report says of them."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    first: list[str] = field(default_factory=list)
+
+    def add(self, item: Rejection) -> None:
+        self.reasons[item.reason] += 1
+        if len(self.first) < 20:
+            self.first.append(f"{item.where}: {item.reason}")
 
 
 def data_key(config: TrainConfig) -> str:
@@ -91,10 +111,8 @@ def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
             f" this config's {data_key(config)})",
             next_step="choose another data.folder, or delete that one",
         )
-    with (folder / HELD_OUT_PROMPTS).open(encoding="utf-8") as lines:
-        prompts = [json.loads(line)["messages"] for line in lines]
     return Prepared(
-        Samples.load(folder / "train"), Samples.load(folder / "held_out"), prompts, report
+        folder, Samples.load(folder / "train"), Samples.load(folder / "held_out"), report
     )
 
 
@@ -115,41 +133,34 @@ def prepare(
         return found
     check_sources(config)
     _make_folder(folder, config)
-    rejected: list[Rejection] = []
-    samples = list(_from_files(config, tokenizer, rejected))
-    asked = {sample.key: sample.prompt for sample in samples}
-    if config.data.make is not None:
-        target = model()
+
+    def maker() -> Maker:
+        made, target = config.data.make, model()
+        assert made is not None
         # Slots keep none: what they decode is read again in the first epoch.
-        kept = (
-            config.data.cache_features and layer_ids and not config.data.make.response.fixed_slots
-        )
-        maker = Maker(
+        kept = config.data.cache_features and layer_ids and not made.response.fixed_slots
+        return Maker(
             target,
             tokenizer,
-            config.data.make,
+            made,
             folder,
             seed=config.seed,
             held_out=config.data.held_out,
             say=say,
             features=feature_file(folder, target, layer_ids) if kept else None,
         )
-        prompts, bad = maker.prompts()
-        rejected += bad
-        samples += [_from_response(item) for item in maker.responses(prompts)]
-        asked |= {prompt.key: prompt.messages for prompt in prompts}
-    usable = _usable(samples, rejected, config, tokenizer)
-    if not usable:
-        reasons = Counter(r.reason for r in rejected).most_common(3)
-        shown = "; ".join(f"{count} × {reason}" for reason, count in reasons)
-        raise DataError(
-            f"no sample has anything to learn: {shown or 'the sources are empty'}",
-            next_step="`python -m trainer data check CONFIG` shows each rejected line",
-        )
-    if config.objective.labels == "target":
-        relabel(usable, model(), say, config.data.sequence_length)
-    _write_prompts(folder, asked, config.data.held_out)
-    _write(config, folder, usable, rejected)
+
+    rejected = Rejections()
+    try:
+        rewritten = _fill(config, folder, tokenizer, maker, rejected)
+        if config.objective.labels == "target":
+            relabel([folder / name for name in PARTS], model(), say, config.data.sequence_length)
+        _write_report(config, folder, rejected, rewritten)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write to data.folder {folder}: {error.strerror or error}",
+            next_step="free disk space there and start again, or name another data.folder",
+        ) from None
     prepared = load_prepared(config, folder)
     assert prepared is not None
     say(f"data: {_line(prepared.report)}")
@@ -159,6 +170,44 @@ def prepare(
     for reason, count in list(prepared.report["rejected"]["reasons"].items())[:5]:
         say(f"data: left out {count}: {reason}")
     return prepared
+
+
+def _fill(
+    config: TrainConfig,
+    folder: Path,
+    tokenizer: Any,
+    maker: Callable[[], Maker],
+    rejected: Rejections,
+) -> int:
+    """Samples and held-out prompts, on disk as they come; returns how many turns are context alone
+    because the template rewrites them."""
+    asked, rewritten = Journal(folder), 0
+    samples = _from_files(config, tokenizer, rejected.add, asked)
+    if config.data.make is not None:
+        samples = itertools.chain(samples, _from_target(config, maker, rejected.add, asked))
+    train, held_out = (SampleWriter(folder / name) for name in PARTS)
+    with train, held_out:
+        for sample in _usable(samples, rejected.add, config, tokenizer):
+            part = held_out if is_held_out(sample.key, config.data.held_out) else train
+            part.add(sample.encoded, sample.features)
+            rewritten += sample.encoded.rewritten
+    if not train.samples:
+        _refuse_none(config, held_out.samples, rejected)
+    _write_prompts(folder, asked)
+    return rewritten
+
+
+def _refuse_none(config: TrainConfig, held_out: int, rejected: Rejections) -> NoReturn:
+    if held_out:
+        raise DataError(
+            f"all {held_out} samples fall into the held-out share of {config.data.held_out}",
+            next_step="give more data, or lower data.held_out",
+        )
+    shown = "; ".join(f"{count} × {reason}" for reason, count in rejected.reasons.most_common(3))
+    raise DataError(
+        f"no sample has anything to learn: {shown or 'the sources are empty'}",
+        next_step="`python -m trainer data check CONFIG` shows each rejected line",
+    )
 
 
 def check_sources(config: TrainConfig) -> None:
@@ -199,114 +248,85 @@ def _make_folder(folder: Path, config: TrainConfig) -> None:
 
 
 def _from_files(
-    config: TrainConfig, tokenizer: Any, rejected: list[Rejection]
-) -> Iterable[_Sample]:
+    config: TrainConfig, tokenizer: Any, reject: Reject, asked: Journal | None = None
+) -> Iterator[_Sample]:
+    """Samples of ``data.files``; their held-out prompts go to ``asked``."""
     if not config.data.files:
         return
     template = ChatTemplate(tokenizer)
-    for path in config.data.files:
-        for item in read_conversations(path):
-            if isinstance(item, Rejection):
-                rejected.append(item)
-            elif item.messages[-1]["role"] != "assistant":
-                rejected.append(Rejection(item.where, "ends without an answer"))
+    for item in itertools.chain.from_iterable(map(read_conversations, config.data.files)):
+        if isinstance(item, Rejection):
+            reject(item)
+        elif item.messages[-1]["role"] != "assistant":
+            reject(Rejection(item.where, "ends without an answer"))
+        else:
+            try:
+                encoded = template.encode(item.messages)
+            except RefusedError as error:
+                reject(Rejection(item.where, error.what))
+            except DataError as error:
+                raise DataError(f"{item.where}: {error.what}", next_step=error.next_step) from None
             else:
-                try:
-                    encoded = template.encode(item.messages)
-                except RefusedError as error:
-                    rejected.append(Rejection(item.where, error.what))
-                except DataError as error:
-                    raise DataError(
-                        f"{item.where}: {error.what}", next_step=error.next_step
-                    ) from None
-                else:
-                    yield _Sample(item.where, item.key, item.prompt, encoded)
+                key = item.key
+                if asked is not None and is_held_out(key, config.data.held_out):
+                    asked.append({"key": key, "messages": item.prompt})
+                yield _Sample(item.where, key, encoded)
 
 
-def _from_response(item: dict[str, Any]) -> _Sample:
-    """Exactly the tokens that the target read and wrote; no text is tokenized again."""
-    prompt, response = item["prompt_tokens"], item["response_tokens"]
-    mask = np.zeros(len(prompt) + len(response), dtype=bool)
-    mask[len(prompt) :] = True
-    encoded = Encoded(np.array(prompt + response, np.int32), mask)
-    where = f"response to {item['key'][:12]}"
-    return _Sample(where, item["key"], item["messages"], encoded, item["features"])
+def _from_target(
+    config: TrainConfig, maker: Callable[[], Maker], reject: Reject, asked: Journal
+) -> Iterator[_Sample]:
+    """What the target writes; its held-out prompts, answered or not, go to ``asked``."""
+    writing = maker()
+    prompts = writing.prompts(reject)
+    for key in prompts:
+        if is_held_out(key, config.data.held_out):
+            asked.append(prompts[key])
+    for item in writing.responses(prompts):
+        # Exactly the tokens that the target read and wrote; no text is tokenized again.
+        prompt, response = item["prompt_tokens"], item["response_tokens"]
+        tokens = np.array(prompt + response, np.int32)
+        encoded = Encoded(tokens, np.arange(len(tokens)) >= len(prompt))
+        key = item["key"]
+        yield _Sample(f"response to {key[:12]}", key, encoded, item["features"])
 
 
 def _usable(
-    samples: list[_Sample], rejected: list[Rejection], config: TrainConfig, tokenizer: Any
-) -> list[_Sample]:
+    samples: Iterable[_Sample], reject: Reject, config: TrainConfig, tokenizer: Any
+) -> Iterator[_Sample]:
     """Samples, supervised as the config says, with something to learn within a row."""
-    if config.data.supervise == "everything":
-        samples = supervise_everything(samples, ChatTemplate(tokenizer))
-    kept = []
+    everything = config.data.supervise == "everything"
+    # The template's opening is the same in all samples.
+    opening = ChatTemplate(tokenizer).opening_length() if everything else 0
     for sample in samples:
-        if anchor_candidates(sample.encoded.supervised[: config.data.sequence_length]).size:
-            kept.append(sample)
+        encoded = sample.encoded
+        if everything:
+            told = np.arange(len(encoded.tokens)) >= opening
+            encoded = Encoded(encoded.tokens, told | encoded.supervised)
+        if anchor_candidates(encoded.supervised[: config.data.sequence_length]).size:
+            yield replace(sample, encoded=encoded)
         else:
-            rejected.append(Rejection(sample.where, "no supervised pair of tokens in reach"))
-    return kept
+            reject(Rejection(sample.where, "no supervised pair of tokens in reach"))
 
 
-def supervise_everything(samples: list[_Sample], template: ChatTemplate) -> list[_Sample]:
-    """Every token but the template's opening, which is the same in all samples."""
-    opening = template.opening_length()
-    changed = []
-    for sample in samples:
-        mask = np.arange(len(sample.encoded.tokens)) >= opening
-        encoded = Encoded(sample.encoded.tokens, mask | sample.encoded.supervised)
-        changed.append(replace(sample, encoded=encoded))
-    return changed
+def _write_prompts(folder: Path, asked: Journal) -> None:
+    """In the order of their hashes: any first few of them are of every source."""
+    with (folder / HELD_OUT_PROMPTS).open("w", encoding="utf-8") as stream:
+        for key in sorted(asked):
+            line = {"messages": asked[key]["messages"]}
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def relabel(samples: list[_Sample], model: Any, say: Say, length: int) -> None:
-    """The target's first choice at each place, given the sample's own tokens before it. What lies
-    beyond a row's ``length`` is never asked for, and the logits of a book would fit nowhere."""
-    progress = Progress("labels", len(samples), say)
-    tokens = 0
-    for done, sample in enumerate(samples, start=1):
-        own = sample.encoded.tokens
-        read = torch.from_numpy(own[:length].astype(np.int64))[None].to(model.device)
-        with torch.inference_mode():
-            best = model(input_ids=read, use_cache=False).logits[0].argmax(-1).cpu().numpy()
-        sample.labels = np.concatenate([own[:1], best[:-1], own[length:]]).astype(np.int32)
-        tokens += len(best)
-        progress.update(done, tokens)
-
-
-def _write_prompts(folder: Path, asked: dict[str, Messages], share: float) -> None:
-    """The held-out ones, answered or not, in the order of their hashes: any first few of them are
-    of every source."""
-    lines = [
-        json.dumps({"messages": asked[key]}, ensure_ascii=False) + "\n"
-        for key in sorted(asked)
-        if is_held_out(key, share)
-    ]
-    (folder / HELD_OUT_PROMPTS).write_text("".join(lines), encoding="utf-8")
-
-
-def _write(
-    config: TrainConfig, folder: Path, samples: list[_Sample], rejected: list[Rejection]
-) -> None:
-    held = [s for s in samples if is_held_out(s.key, config.data.held_out)]
-    train = [s for s in samples if not is_held_out(s.key, config.data.held_out)]
-    if not train:
-        raise DataError(
-            f"all {len(samples)} samples fall into the held-out share of {config.data.held_out}",
-            next_step="give more data, or lower data.held_out",
-        )
+def _write_report(config: TrainConfig, folder: Path, rejected: Rejections, rewritten: int) -> None:
+    """Written last: the folder is complete."""
     report: dict[str, Any] = {"key": data_key(config)}
-    for name, part in (("train", train), ("held_out", held)):
-        labels = [s.encoded.tokens if s.labels is None else s.labels for s in part]
-        arrays = Samples.of((s.encoded for s in part), [s.features for s in part], labels)
-        arrays.save(folder / name)
-        report[name] = arrays.fingerprint()
-    report["rewritten_turns"] = sum(s.encoded.rewritten for s in samples)
-    reasons = Counter(r.reason for r in rejected)
+    for name in PARTS:
+        report[name] = Samples.load(folder / name).fingerprint()
+    report["rewritten_turns"] = rewritten
     report["rejected"] = {
-        "count": len(rejected),
-        "reasons": dict(reasons.most_common()),
-        "first": [f"{r.where}: {r.reason}" for r in rejected[:20]],
+        "count": rejected.reasons.total(),
+        "reasons": dict(rejected.reasons.most_common()),
+        "first": rejected.first,
     }
     beside = folder / (REPORT + ".part")
     beside.write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -322,10 +342,14 @@ def _line(report: dict[str, Any]) -> str:
     )
 
 
-def check_files(config: TrainConfig, tokenizer: Any) -> tuple[dict[str, Any], list[Rejection]]:
-    """Read and encode everything that needs no target at work: (report, rejected lines)."""
-    rejected: list[Rejection] = []
-    samples = _usable(list(_from_files(config, tokenizer, rejected)), rejected, config, tokenizer)
+def check_files(config: TrainConfig, tokenizer: Any, reject: Reject) -> dict[str, Any]:
+    """Read and encode everything that needs no target at work; returns the report."""
+    lengths, supervised, rewritten = array("q"), 0, 0
+    samples = _from_files(config, tokenizer, reject)
+    for sample in _usable(samples, reject, config, tokenizer):
+        lengths.append(len(sample.encoded.tokens))
+        supervised += int(sample.encoded.supervised.sum())
+        rewritten += sample.encoded.rewritten
     prompts = 0
     for source in config.data.make.prompts if config.data.make else []:
         if source.kind == "file":
@@ -333,10 +357,9 @@ def check_files(config: TrainConfig, tokenizer: Any) -> tuple[dict[str, Any], li
                 if isinstance(item, Conversation):
                     prompts += 1
                 else:
-                    rejected.append(item)
-    report = {
-        "samples": Samples.of(s.encoded for s in samples).fingerprint(),
-        "rewritten_turns": sum(s.encoded.rewritten for s in samples),
+                    reject(item)
+    return {
+        "samples": describe(lengths, supervised),
+        "rewritten_turns": rewritten,
         "prompts": prompts,
     }
-    return report, rejected

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class SlotDecoder:
         self._sitting: list[Request | None] = []
 
     def run(
-        self, requests: Sequence[Request], deadline: float | None = None
+        self, requests: Iterable[Request], deadline: float | None = None
     ) -> Iterator[Completion | None]:
         """As ``BatchDecoder.run``; None after each look at the device."""
         waiting = deque(requests)

@@ -1,9 +1,10 @@
-"""Tokenized samples on disk: flat arrays, mapped, so that size does not matter."""
+"""Tokenized samples on disk: flat arrays, written one sample at a time and mapped to be read, so
+that size does not matter."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,16 @@ from trainer.data.features import NONE
 from trainer.data.template import Encoded
 from trainer.errors import DataError
 
-NAMES = ("tokens", "supervised", "offsets", "features", "labels")
+DTYPES = {
+    "tokens": np.int32,
+    "supervised": np.bool_,
+    "offsets": np.int64,
+    "features": np.int64,
+    "labels": np.int32,
+}
 MAPPED = ("tokens", "supervised", "labels")
+SPAN = 1 << 22
+"""Values looked at together by what goes through all of them."""
 
 
 @dataclass(frozen=True)
@@ -43,35 +52,11 @@ class Samples:
         return np.diff(self.offsets)
 
     @classmethod
-    def of(
-        cls,
-        samples: Iterable[Encoded],
-        features: Sequence[int] | None = None,
-        labels: Sequence[np.ndarray] | None = None,
-    ) -> Samples:
-        listed = list(samples)
-        wanted = [s.tokens for s in listed] if labels is None else labels
-        lengths = [len(sample.tokens) for sample in listed]
-        empty_tokens, empty_mask = np.zeros(0, np.int32), np.zeros(0, bool)
-        return cls(
-            np.concatenate([empty_tokens, *(s.tokens for s in listed)]).astype(np.int32),
-            np.concatenate([empty_mask, *(s.supervised for s in listed)]).astype(bool),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            np.array([NONE] * len(listed) if features is None else features, np.int64),
-            np.concatenate([empty_tokens, *wanted]).astype(np.int32),
-        )
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in NAMES:
-            np.save(folder / f"{name}.npy", getattr(self, name))
-
-    @classmethod
     def load(cls, folder: Path) -> Samples:
         try:
             arrays = [
                 np.load(folder / f"{name}.npy", mmap_mode="r" if name in MAPPED else None)
-                for name in NAMES
+                for name in DTYPES
             ]
         except (OSError, ValueError) as error:
             raise DataError(
@@ -88,20 +73,104 @@ class Samples:
             )
         return samples
 
+    def answers(self) -> np.ndarray:
+        """The distinct tokens that the loss may ask for, rising."""
+        found = np.zeros(0, np.int32)
+        for span in spans(len(self.labels)):
+            found = np.union1d(found, self.labels[span][self.supervised[span]])
+        return found
+
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data: count, tokens, a histogram of lengths, a hash of all."""
         hashed = hashlib.sha256()
         for array in (self.tokens, self.supervised, self.offsets, self.labels):
-            hashed.update(np.ascontiguousarray(array).tobytes())
-        lengths = self.lengths
-        # Powers of two: "≤ 64", "≤ 128", …
-        bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-        histogram = {f"<= {2**b}": int((bins == b).sum()) for b in sorted(set(bins.tolist()))}
-        return {
-            "samples": len(self),
-            "tokens": int(lengths.sum()),
-            "supervised": int(self.supervised.sum()),
-            "longest": int(lengths.max(initial=0)),
-            "lengths": histogram,
-            "sha256": hashed.hexdigest()[:16],
+            for span in spans(len(array)):
+                hashed.update(np.ascontiguousarray(array[span]).data)
+        described = describe(self.lengths, int(self.supervised.sum()))
+        return described | {"sha256": hashed.hexdigest()[:16]}
+
+
+def spans(total: int) -> Iterator[slice]:
+    return (slice(start, start + SPAN) for start in range(0, total, SPAN))
+
+
+def describe(lengths: Sequence[int] | np.ndarray, supervised: int) -> dict[str, Any]:
+    """Of samples of these lengths: how many, how long, how much of them is learned from."""
+    lengths = np.asarray(lengths, np.int64)
+    # Powers of two: "≤ 64", "≤ 128", …
+    bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    histogram = {f"<= {2**b}": int((bins == b).sum()) for b in sorted(set(bins.tolist()))}
+    return {
+        "samples": len(lengths),
+        "tokens": int(lengths.sum()),
+        "supervised": supervised,
+        "longest": int(lengths.max(initial=0)),
+        "lengths": histogram,
+    }
+
+
+class SampleWriter:
+    """Writes a folder that ``Samples.load`` reads. Each sample's labels are its own tokens, until
+    others are written over them (``open_labels``)."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._arrays = {
+            name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in DTYPES.items()
         }
+        self._end = 0
+        self._arrays["offsets"].append([0])
+        self.samples = 0
+
+    def add(self, sample: Encoded, features: int = NONE) -> None:
+        self._end += len(sample.tokens)
+        self.samples += 1
+        for name, values in (
+            ("tokens", sample.tokens),
+            ("supervised", sample.supervised),
+            ("offsets", [self._end]),
+            ("features", [features]),
+            ("labels", sample.tokens),
+        ):
+            self._arrays[name].append(values)
+
+    def __enter__(self) -> SampleWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for array in self._arrays.values():
+            array.close()
+
+
+class GrowingArray:
+    """A flat ``.npy`` file whose length is known when it is closed: a header is as long for one
+    value as for 10^20 of them."""
+
+    def __init__(self, path: Path, dtype: type) -> None:
+        self._stream = path.open("wb")
+        self._dtype = np.dtype(dtype)
+        self._length = 0
+        self._write_header()
+
+    def append(self, values: Sequence[int] | np.ndarray) -> None:
+        self._stream.write(np.ascontiguousarray(values, self._dtype).data)
+        self._length += len(values)
+
+    def close(self) -> None:
+        with self._stream:
+            self._stream.seek(0)
+            self._write_header()
+
+    def _write_header(self) -> None:
+        described = {
+            "descr": np.lib.format.dtype_to_descr(self._dtype),
+            "fortran_order": False,
+            "shape": (self._length,),
+        }
+        np.lib.format.write_array_header_1_0(self._stream, described)
+
+
+def open_labels(folder: Path) -> np.ndarray:
+    """The labels of a written folder, to be written over in place."""
+    labels: np.ndarray = np.load(folder / "labels.npy", mmap_mode="r+")
+    return labels
