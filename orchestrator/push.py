@@ -88,14 +88,19 @@ def push(
     :raises UnreachableError: the link stays away; what was there before is untouched.
     """
     arrivals = Arrivals(progress)
+    was_there: list[bool] = []
 
     def once(channel: AgentChannel) -> dict[str, Any]:
-        blobs, commit = Push(channel, release, arrivals, fleet.beside(target)).send()
+        sending = Push(channel, release, arrivals, fleet.beside(target))
+        blobs, commit = sending.send()
+        was_there.append(sending.was_there)
         pruning = prune(channel, target, commit)
         for request in blobs:
             request.result()
         answer = commit.result()
-        return {**answer, **_pruned(pruning, target, notice)}
+        # An earlier attempt may have made it, whose answer was lost.
+        existing = answer["existing"] and was_there[0]
+        return {**answer, "existing": existing, **_pruned(pruning, target, notice)}
 
     return reconnecting(fleet, channels, once, notice)
 
@@ -161,6 +166,11 @@ class Push:
         self._stamp = 0
         self._begin = channel.request("release.begin", more=True)
         self._begin.feed([release.manifest])
+
+    @property
+    def was_there(self) -> bool:
+        """Whether the container had this very release before."""
+        return bool(self._begin.result()["present"])
 
     def send(self) -> tuple[list[Request], Request]:
         """Wait for what is missing, then send it and the commit without waiting.

@@ -114,6 +114,7 @@ def test_a_push_goes_on_and_is_whole(
     over(proxied)
     made = {name for name in set(os.listdir(releases)) - before if not name.startswith(".b")}
     assert done.returncode == 0, done.stderr
+    assert f" pushed on {CT}: " in done.stdout, "its own, whichever attempt made it"
     answer = cli.json("push", CT, cwd=code)
     assert answer["existing"], "the first push made it, whole"
     assert {name.split(".")[0] for name in made} == {answer["release"]}

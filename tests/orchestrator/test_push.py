@@ -5,15 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from test_push_turns import Far, SlowLink
 
 from orchestrator import push as pushing
+from orchestrator import reconnect
 from orchestrator import release as releases
 from orchestrator.agent.protocol import PAYLOAD_LIMIT
-from orchestrator.errors import TransferError
+from orchestrator.agent_bundle import bundle
+from orchestrator.channel import AgentChannel
+from orchestrator.errors import ConnectionLost, TransferError
+from orchestrator.fleet import Fleet
+from orchestrator.inventory import ContainerSettings, Host
 from orchestrator.paths import LaptopPaths
 from orchestrator.push import Arrivals, Push
 from orchestrator.release import Entry, Release
+from orchestrator.request import Request
 from orchestrator.snapshot import Root
+from orchestrator.state import LaptopState
+from orchestrator.target import HostTarget, Target
 
 
 def build(folder: Path) -> Release:
@@ -79,3 +88,40 @@ def test_what_travels_twice_is_shown_once() -> None:
     arrivals.begin(120)  # and even of what somebody removed there meanwhile
     arrivals(120)
     assert (shown.expected, shown.done) == (100, 100)
+
+
+def test_a_release_whose_answer_was_lost_was_made_by_this_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = Far(tmp_path)
+    (far.code / "a").write_text("a")
+    fleet = Fleet(LaptopState(far.laptop))
+    target = Target(
+        name="c", host=HostTarget(name="h", settings=Host()), ct=1, settings=ContainerSettings()
+    )
+    send = Push.send
+    cut: list[str] = []
+
+    def channel() -> AgentChannel:
+        link = SlowLink(far.workdir)
+        return AgentChannel(link, bundle(), str(far.workdir), trusted=False, host="h", ct=1)
+
+    def send_in_vain(self: Push) -> tuple[list[Request], Request]:
+        blobs, commit = send(self)
+        if len(cut) == 2:
+            return blobs, commit
+        cut.append(commit.result()["release"])
+        unanswered = Request(commit.number, commit.op, lambda head, payload: None)
+        unanswered.fail(ConnectionLost("cut on purpose", host="h", ct=1))
+        return blobs, unanswered
+
+    def push() -> tuple[str, bool]:
+        answer = pushing.push(fleet, target, channel, far.release(), notice=lambda text: None)
+        return answer["release"], answer["existing"]
+
+    monkeypatch.setattr(fleet, "beside", lambda target: None)
+    monkeypatch.setattr(Push, "send", send_in_vain)
+    monkeypatch.setattr(reconnect, "RETRY_S", (0.0, 0.0, 0.0))
+
+    assert push() == (cut[0], False)
+    assert push() == (cut[0], True)

@@ -59,7 +59,8 @@ class Bench:
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(pushing, "BATCH_BYTES", SIZE)
     monkeypatch.setattr(pushing, "WORTH_ANOTHER", SIZE)
-    monkeypatch.setattr(pushing, "FAR_S", SLOW_S / pushing.FURTHER)
+    # An answer may seem a little quicker: the clock is read after the asking.
+    monkeypatch.setattr(pushing, "FAR_S", SLOW_S / (pushing.FURTHER + 1))
     far = Far(tmp_path)
     for number in range(FILES):
         (far.code / f"file{number}").write_bytes(number.to_bytes(2, "big") * (SIZE // 2))
