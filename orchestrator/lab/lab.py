@@ -106,7 +106,7 @@ class Lab(HostAccess):
             ct.vmid: render.address(prefix, index) if prefix else None
             for index, ct in enumerate(spec.containers)
         }
-        progress(f"host {spec.node}: sshd on 127.0.0.1:{spec.port}")
+        progress(f"the host: sshd on 127.0.0.1:{spec.port}")
         files.make_keys(layout, spec.port)
         layout.layers.mkdir()
         if on_overlay(layout.root, mountinfo()):
@@ -139,7 +139,6 @@ class Lab(HostAccess):
         if spec.pct_delay:
             (layout.faults / PCT_DELAY).write_text(str(spec.pct_delay))
         self._write_inventory()
-        progress(f"inventory: {self.inventory}")
 
     def down(self, progress: Callable[[str], None] = lambda line: None) -> bool:
         """End everything and remove it; returns whether there was anything."""
