@@ -72,11 +72,18 @@ def _quote(quote: Quote, width: int) -> Iterator[str]:
     where = quote.source.removeprefix("probe:")
     place = f"{where}:{quote.line}" if quote.line is not None else where
     text = f"{place}  {plain(quote.text)}"
-    room = width - 4
-    yield "  │ " + (text if len(text) <= room else text[: room - 1] + "…")
-    if len(text) > room:  # one more line: the telling end of an error is often at its end
-        rest = text[room - 1 :]
-        yield "  │   " + (rest if len(rest) <= room - 2 else "…" + rest[-(room - 3) :])
+    room = width - 6
+    first, *others = textwrap.wrap(text, room, break_on_hyphens=False, drop_whitespace=False)
+    yield f"  │ {first.rstrip()}"
+    if others:  # one more line: the telling end of an error is often at its end
+        rest = "".join(others).lstrip()
+        yield "  │   " + (rest if len(rest) <= room else f"… {_ending(rest, room - 2)}")
+
+
+def _ending(text: str, room: int) -> str:
+    """The last of its words, as many as there is room for."""
+    cut = text[-room:]
+    return cut.partition(" ")[2] or cut
 
 
 def _context(report: Report, finding: Finding, width: int) -> Iterator[str]:
