@@ -22,8 +22,8 @@ PYTEST := $(BIN)/python -m pytest -q -n $(shell expr $$(nproc) + 2) --dist loadf
 # Else every process under test compiles every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-lab test-soak lint style types-controller types-containers install \
-  system lab-python clean help
+.PHONY: demo test test-fast test-fast-trainer test-fast-others test-lab test-soak lint style \
+  types-controller types-containers install system lab-python clean help
 
 help:
 	@echo "make demo       train and evaluate a real drafter in the loopback lab (12 min after installation)"
@@ -44,11 +44,20 @@ test: install
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync lab-python style types-controller types-containers
 	$(PYTEST) -m "not soak" --reruns 1 -rfER
 
-# Each process imports torch, 4 s of CPU: one more of them than cores, for those of the agent wait at times.
-# The plugin for reruns asks a server of its own before and after each test, 7 ms each time.
+# A process imports what it collects, whoever runs it, and torch with transformers and its compiler is
+# 5 s of CPU: so the trainer's tests have processes of their own. One more of both than cores, for those
+# of the agent wait at times. The plugin for reruns asks a server of its own before and after each test,
+# 7 ms each time.
+FAST := $(PYTEST) -m "not lab and not slow and not soak" -p no:rerunfailures --hypothesis-profile fast
+
 test-fast: install
-	$(PYTEST) -n $(shell expr $$(nproc) + 1) -m "not lab and not slow and not soak" -p no:rerunfailures \
-	  --hypothesis-profile fast
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync test-fast-trainer test-fast-others
+
+test-fast-trainer:
+	$(FAST) -n $(shell expr $$(expr $$(nproc) + 1) / 2) tests/trainer
+
+test-fast-others:
+	$(FAST) -n $(shell nproc) --ignore tests/trainer --ignore tests/lab
 
 test-lab: install lab-python
 	$(PYTEST) -m "lab and not soak"
