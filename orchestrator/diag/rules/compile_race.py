@@ -57,7 +57,7 @@ def fx_race(e: Evidence) -> Iterator[Finding]:
         return
     yield e.found(
         "compile.fx_race",
-        "several threads traced at once: a compiled call met torch's global FX-tracing flag"
+        "a compiled call met torch's global FX-tracing flag, which another thread's trace had set"
         + (f" ({len(flag)} times)" if len(flag) > 1 else "")
         + traced,
         [
