@@ -16,8 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
-RANK_VARIABLE = "LOCAL_WORLD_SIZE"
-"""Set by torchrun, and by no user."""
+from trainer.errors import TrainerError
+from trainer.pipeline.place import LOCAL_RANKS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,8 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.module != "traced":  # whose script is not ours
         _set_variables(getattr(options, "trace_compile", False))
-    from trainer.errors import TrainerError
-
     try:
         module = import_module(f"trainer.{options.module}")
     except ModuleNotFoundError as error:
@@ -55,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 1
     except Exception:
-        if RANK_VARIABLE in os.environ:
+        if LOCAL_RANKS in os.environ:
             traceback.print_exc()
             _end_rank(1)
         raise
@@ -65,7 +63,7 @@ def _end_rank(code: int) -> None:
     """End a failed process of several at once, while the error still holds on to its process
     groups: their destructors wait for what peers owe, and peers that failed too wait likewise.
     torchrun kills all of them after 30 s."""
-    if RANK_VARIABLE in os.environ:
+    if LOCAL_RANKS in os.environ:
         sys.stdout.flush()
         os._exit(code)
 

@@ -29,14 +29,13 @@ from torch import Tensor
 
 from trainer.config import CheckpointConfig, TargetConfig
 from trainer.errors import CheckpointError, ResourceError
+from trainer.pipeline.place import RESTARTS
 
 STATE = "state.json"
 PART = ".part"
 ABANDONED = ".abandoned"
 KINDS = ("master", "average", "square")
 RESUME_VARIABLE = "DFLASH_RESUME"
-RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-"""torchrun's, for its ranks."""
 
 Export = Callable[[Path, dict[str, Tensor]], None]
 """Writes the public form of fp32 weights by name into a folder."""
@@ -123,7 +122,7 @@ class CheckpointStore:
         newest = newest_of_run(self.folder)
         if not asked:
             return newest
-        restarted = os.environ.get(RESTARTS_VARIABLE, "0") != "0"
+        restarted = os.environ.get(RESTARTS, "0") != "0"
         if restarted and self.steps() and newest is not None:
             return newest if read_record(newest).get("asked") == asked else named()
         return named()

@@ -14,6 +14,7 @@ import torch
 from trainer.config import TrainConfig
 from trainer.errors import ResourceError
 from trainer.pipeline.costs import TargetShape, Work
+from trainer.pipeline.place import LOCAL_RANKS
 from trainer.pipeline.plan import Plan, make_plan
 from trainer.resolve import Resolved
 from trainer.target import compute_dtype
@@ -81,5 +82,5 @@ def node_count() -> int:
     """As torchrun says, else as ``dflashctl launch`` does before it."""
     ranks = os.environ.get("WORLD_SIZE")
     if ranks is not None:
-        return int(ranks) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        return int(ranks) // int(os.environ.get(LOCAL_RANKS, ranks))
     return int(os.environ.get("NNODES", "1"))

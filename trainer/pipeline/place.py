@@ -5,9 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError
-from trainer.pipeline.plan import Plan
+
+if TYPE_CHECKING:
+    # `python -m trainer` asks for a name here before anything may import torch.
+    from trainer.pipeline.plan import Plan
+
+LOCAL_RANKS = "LOCAL_WORLD_SIZE"
+"""Set by torchrun, and by no user: who has it is one of its ranks."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""torchrun's, for its ranks."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,7 @@ class Place:
         """As torchrun sets it. Raises ConfigError if it does not fit the plan."""
         try:
             rank, world, local_rank, local_world = (
-                int(os.environ[name])
-                for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+                int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", LOCAL_RANKS)
             )
         except KeyError as error:
             raise ConfigError(

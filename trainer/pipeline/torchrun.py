@@ -15,16 +15,14 @@ from torch.distributed import rendezvous
 
 from trainer.config import TrainConfig
 from trainer.outlook import plan_run
+from trainer.pipeline.place import LOCAL_RANKS, RESTARTS
 from trainer.resolve import resolve
 from trainer.telemetry import say
-
-LAUNCHED = "LOCAL_WORLD_SIZE"
-"""torchrun sets it, and no user does."""
 
 
 def needs_ranks(config: TrainConfig, environment: Mapping[str, str]) -> bool:
     """Whether this process must be replaced by torchrun."""
-    return config.pipeline.executor == "processes" and LAUNCHED not in environment
+    return config.pipeline.executor == "processes" and LOCAL_RANKS not in environment
 
 
 def command(
@@ -50,7 +48,7 @@ def job_store(name: str) -> dist.Store:
     """The store where all ranks meet. It outlives a restart, and in it the addresses of ranks that
     are gone: each attempt has a part of its own."""
     store, _, _ = next(rendezvous("env://"))
-    return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"{name}/{os.environ.get(RESTARTS, '0')}", store)
 
 
 def become_torchrun(config: TrainConfig, arguments: Sequence[str]) -> None:
