@@ -20,9 +20,9 @@ IN_CONTAINERS = sorted(
 )
 
 
-@pytest.mark.parametrize("path", IN_CONTAINERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_it_parses_as_python_3_10(path: Path) -> None:
-    ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 10))
+def test_it_parses_as_python_3_10() -> None:
+    for path in IN_CONTAINERS:
+        ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 10))
 
 
 def test_newer_syntax_would_be_seen() -> None:

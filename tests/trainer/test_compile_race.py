@@ -37,6 +37,14 @@ from trainer.compile_lock import CompileLock, CompileRaceError, own_code  # noqa
 
 pytestmark = pytest.mark.torch
 
+# Inductor is 2.5 s of imports, and only this case needs it; the others prove the same of the lock.
+LAZY_BACKWARD = pytest.param("lazy backward compile", marks=pytest.mark.slow)
+
+
+def backend(other: str) -> dict[str, str]:
+    return INDUCTOR if other == "lazy backward compile" else AOT_EAGER
+
+
 flag_is_global = pytest.mark.skipif(
     not torch_internals.tracing_flag_is_global(), reason="torch made the flag thread-local in 2.14"
 )
@@ -54,7 +62,7 @@ needs_torch_before_2_13 = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "other",
     [
-        "lazy backward compile",
+        LAZY_BACKWARD,
         "foreign trace",
         # From 2.13 on is_compiling() is true for all threads meanwhile, which hides the race.
         pytest.param("forward compile", marks=needs_torch_before_2_13),
@@ -63,7 +71,8 @@ needs_torch_before_2_13 = pytest.mark.skipif(
 def test_without_the_lock_a_warm_call_fails_while_another_thread_traces(
     freezer: Freezer, other: str, recompute: bool, locking: CompileLock
 ) -> None:
-    mine, theirs = (torch.compile(own_code(body, name), **INDUCTOR) for name in ("mine", "theirs"))
+    options = backend(other)
+    mine, theirs = (torch.compile(own_code(body, name), **options) for name in ("mine", "theirs"))
     warm(locking, [mine, theirs])
     frozen = {
         "lazy backward compile": lazy_backward(freezer, theirs),
@@ -85,11 +94,11 @@ def test_without_the_lock_a_warm_call_fails_while_another_thread_traces(
         pytest.param("compile", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("other", ["lazy backward compile", "forward compile", "foreign trace"])
+@pytest.mark.parametrize("other", [LAZY_BACKWARD, "forward compile", "foreign trace"])
 def test_with_the_lock_the_call_waits_and_is_right(
     freezer: Freezer, other: str, act: str, locking: CompileLock, events: Events
 ) -> None:
-    mine, theirs = (locking.compile(body, name, **INDUCTOR) for name in ("mine", "theirs"))
+    mine, theirs = (locking.compile(body, name, **backend(other)) for name in ("mine", "theirs"))
     warm(locking, [mine, theirs])
     frozen: Callable[[], Any] = {
         "lazy backward compile": lambda: lazy_backward(freezer, theirs),
