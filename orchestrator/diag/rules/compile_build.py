@@ -25,6 +25,7 @@ BACKEND = (
     r"fatal error: Python\.h: No such file",
     r"cannot find -lcuda|/usr/bin/ld: cannot find",
     r"SubprocException|Triton compilation failed",
+    r"A compilation subprocess exited unexpectedly|Attempting to use a closed pool",
     r"(?:gcc|g\+\+|cc|clang|nvcc|c\+\+)['\"]?[, ][^\n]*returned non-zero exit status",
     r"(?:fatal error|error): [^\n]*cuda\.h[^\n]*No such file|"
     r"Assertion `[^`]*' failed[^\n]*triton|LLVM ERROR",
@@ -59,7 +60,8 @@ def backend_failed(e: Evidence) -> Iterator[Finding]:
     resource: shared memory``, ``PTXASError``, ``Failed to find C compiler``), gcc and ld under
     them. One autotuning choice that did not fit is no failure."""
     hits = [h for h in e.search(*BACKEND) if not _one_choice(h)]
-    hits = [h for h in hits if not e.recovered(h.line)]
+    # Since 2.9 dynamo tells a recompile limit as something unsupported.
+    hits = [h for h in hits if not e.recovered(h.line) and "recompile limit" not in h.line.text]
     if not hits:
         return
     around = " ".join(h.line.text for h in hits)
@@ -86,6 +88,13 @@ def backend_failed(e: Evidence) -> Iterator[Finding]:
         advice = (
             "export TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas   # a newer one; or a "
             "newer triton\n"
+        )
+    elif re.search(r"compilation subprocess exited|closed pool", around):
+        title += ": one of its worker processes died"
+        advice = (
+            "free -g; dmesg -T | grep -i oom   # each worker takes a gigabyte or more\n"
+            "export TORCHINDUCTOR_COMPILE_THREADS=1   # compiles in the run itself, which then "
+            "says why\n"
         )
     elif re.search(r"TritonMissing|working triton", around):
         title += ": no triton"

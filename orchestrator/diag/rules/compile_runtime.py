@@ -13,7 +13,7 @@ _HARD = r"FailOnRecompileLimitHit|RecompileLimitExceeded|FailOnCacheLimitHit"
 LIMIT = (
     r"torch\._dynamo hit config\.(?:recompile_limit|cache_size_limit|"
     r"accumulated_\w+_limit) \((\d+)\)",
-    r"(?:accumulated_)?(?:recompile|cache_size)_limit (?:reached|exceeded|hit)",
+    r"(?:accumulated_)?(?:recompile|cache_size)[_ ]limit (?:reached|exceeded|hit)",
     _HARD,
     r"(?:recompile|cache_size)_limit \(\d+\)|Hard failure due to (?:fullgraph=True|fail_on)",
 )

@@ -23,7 +23,7 @@ MISSING = (
     r"doesn't contain any data files",
     rf"No (?:such )?(?:data|shard|sample|training|matching)? ?files? (?:found|"
     rf"match)[^\n]*(?:{_DATA_WORD})",
-    r"\b(?<![\d.,])(?:no|0|zero) (?:shards?|samples|documents|examples|rows|data files) "
+    r"\b(?<![\d.,])(?:[Nn]o|0|zero) (?:shards?|samples|documents|examples|rows|data files) "
     r"(?:found|in|at|under|match)",
     r"(?:data|dataset|shard|corpus|training)[ \w]*(?:file|path|folder|"
     r"directory)[^\n]*(?:does not exist|not found|is missing)",
@@ -78,7 +78,7 @@ TOKENIZER = (
     r"(?:mask|pad|eos|bos|special|added)[ _]token(?:[ _]id)?\S* [^\n]*(?:not in|outside|"
     r"missing|None|unknown|does not exist|not (?:set|defined|found))",
     r"Asking to pad but the tokenizer does not have a padding token",
-    r"tokenizer\.chat_template is not set|no template argument was passed|"
+    r"chat_template (?:is )?(?:not set|null|None\b)|no template argument was passed|"
     r"does not have a (?:default )?chat template",
     r"Conversation roles must alternate|jinja2\.exceptions\.\w+|TemplateError|"
     r"TemplateSyntaxError|UndefinedError: ",

@@ -23,14 +23,15 @@ VERSION = (
     r"requires? (?:the )?\S+ ?(?:>=|==|<=|~=|<|>) ?[\d.]+\S*,? but (?:you have|found|got|it is|"
     r"installed)",
     r"VersionConflict|ContextualVersionConflict|DistributionNotFound",
-    r"Torch not compiled with CUDA enabled",
+    r"Torch not compiled with CUDA enabled|Distributed package doesn't have \S+ built[- ]in",
     r"Transformers does not recognize this architecture",
     r"KeyError: '(?:qwen|llama|mistral|gemma|deepseek|phi|glm)\w*'",
     r"data did not match any variant of untagged enum",
     r"(?:needs|requires|supports only|is only supported (?:on|with)) (?:torch|triton|"
     r"transformers|Python|CUDA|NCCL)"
     r" ?(?:>=|==|<|>|version|at least)? ?\d[\d.]*[^\n]*(?:but|found|have|got|is)",
-    r"Incompatible (?:version|torch|CUDA)|version mismatch: |incompatible with the installed",
+    r"Incompatible (?:version|torch|CUDA)|(?<!library )version mismatch: |"
+    r"incompatible with the installed",
     r"has (?:been )?(?:detected|found) (?:an )?incompatible|_STATUS_\w*VERSION_MISMATCH\b",
     r"requires a different Python|python_requires|Python 3\.\d+ (?:or (?:newer|later)|is required)",
     r"magic number in .*\.pyc|bad magic number",

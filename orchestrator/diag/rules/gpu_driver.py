@@ -12,7 +12,7 @@ from orchestrator.diag.rules.shared import container_of, in_container
 from orchestrator.diag.text import Line
 
 MISMATCH = (
-    r"Driver/library version mismatch|LibRmVersionMismatch|NVML/RM version mismatch",
+    r"[Dd]river/library version mismatch|LibRmVersionMismatch|NVML/RM version mismatch",
     r"unsupported display driver ?/ ?cuda driver combination",
     r"API mismatch: the client has (?:the )?version",
     r"\bError 80[34]:|Cuda failure 80[34]\b|cudaErrorSystemDriverMismatch|"
@@ -28,7 +28,7 @@ DRIVER_MISSING = (
     r"libcuda\.so(?:\.1)?(?: cannot found| not found)|[Cc]ould not (?:load|find)[^\n]*libcuda",
     r"NVML Shared Library Not Found|libnvidia-ml\.so(?:\.1)?: cannot open|"
     r"couldn't find libnvidia-ml",
-    r"Module nvidia not found|could not insert 'nvidia'",
+    r"Module nvidia not found|could not insert 'nvidia'|[Dd]river [Nn]ot [Ll]oaded",
     r"nvidia-smi: (?:command )?not found",
     r"CUDA driver initialization failed|CUDA_ERROR_NO_DRIVER|CUDA_ERROR_STUB_LIBRARY",
     r"CUDA driver is a stub library",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
 
-from orchestrator.diag.evidence import Evidence
+from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.steps import Step
 
@@ -49,6 +49,7 @@ def nan(e: Evidence) -> Iterator[Finding]:
     ended = re.compile(r"FloatingPointError|[Mm]inimum loss scale|scale already at minimum")
     hard = [h for h in words if not _SCALER.search(h.line.text) or ended.search(h.line.text)]
     hard = [h for h in hard if not e.recovered(h.line)]
+    hard = _still(e, hard)
     losses = e.series.losses()
     last = losses[-1] if losses else None
     stays = (
@@ -74,6 +75,26 @@ def nan(e: Evidence) -> Iterator[Finding]:
         confidence=0.93,
         lasting=True,
     )
+
+
+_NO_NUMBER = re.compile(r"(?i)\b[-+]?(?:nan|inf)\b")
+
+
+def _still(e: Evidence, hits: list[Hit]) -> list[Hit]:
+    """Those whose very words are not said later with a number: by the next of several trainings
+    in one log, whose lines count no steps that the series reads."""
+    told = [h.line for h in hits if h.line.source == "log" and _NO_NUMBER.search(h.line.text)]
+    last = {_figure(line.text): line for line in told}
+    for line in e.lines if last else ():
+        if (known := last.get(_figure(line.text))) is not None and line.number > known.number:
+            last[_figure(line.text)] = line
+    mended = {line.number for line in told if not _NO_NUMBER.search(last[_figure(line.text)].text)}
+    return [h for h in hits if h.line.source != "log" or h.line.number not in mended]
+
+
+def _figure(text: str) -> str:
+    """A line's words without what it counts."""
+    return re.sub(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", "#", _NO_NUMBER.sub("#", text))
 
 
 def diverged(e: Evidence) -> Iterator[Finding]:

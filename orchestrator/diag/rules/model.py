@@ -68,6 +68,7 @@ PARTIAL = (
     r"skipp(?:ed|ing)|falling back|fell back|using|resum\w+)\b[^\n]*(?:step|ckpt|checkpoint|epoch)",
     r"pass(?:ed|ing) over [^\n]*(?:checkpoint|ckpt)|(?:checkpoint|ckpt)\S*[^\n]*passed over",
     r"\.tmp\b[^\n]*(?:checkpoint|ckpt)[^\n]*(?:left|found|ignored|skipp)",
+    r"Can't find a valid checkpoint at \S+",  # transformers' Trainer
 )
 MISMATCH = (
     r"loaded state dict (?:has a different number of parameter groups|contains a parameter group)",
@@ -95,11 +96,13 @@ def load(e: Evidence) -> Iterator[Finding]:
         h for h in hits if not re.search(r"torchinductor|triton|_inductor|codecache", h.line.text)
     ]
     hits = [h for h in hits if not _in_cache(e, h)]
-    if not hits:
+    unopened = _unopened(e)
+    if not hits and not unopened:
         return
     text = " ".join(
         [h.line.text for h in hits]
         + [f.message for f in e.errors if any(f.first <= h.line.number <= f.last for h in hits)]
+        + [f.message for f in unopened]
     )
     path = path_in(text)
     lfs = re.search(r"git-lfs|invalid load key, 'v'|HeaderTooLarge", text)
@@ -110,7 +113,7 @@ def load(e: Evidence) -> Iterator[Finding]:
     yield e.found(
         "model.load",
         title,
-        [*hits[:4], *(li for li, _ in small[:1])],
+        [*hits[:4], *unopened[:1], *(li for li, _ in small[:1])],
         f"ls -la {path.rsplit('/', 1)[0] if path else '/workspace/models/NAME'}; head -c 100 "
         "FILE   # "
         "“version https://git-lfs…” is a pointer: git lfs pull\n"
@@ -118,6 +121,21 @@ def load(e: Evidence) -> Iterator[Finding]:
         "hf download REPO --local-dir DIR",
         confidence=0.88,
     )
+
+
+def _unopened(e: Evidence) -> list[Failure]:
+    """torch.load or safetensors of a path that is absent, or a folder."""
+    return [
+        f
+        for f in e.errors
+        if f.name in ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError")
+        and any(
+            re.search(r"torch/serialization\.py|safetensors/torch\.py", fr.file)
+            and re.match(r"_?load|safe_open", fr.function)
+            for fr in f.frames
+        )
+        and not e.recovered(f.line)
+    ]
 
 
 def _in_cache(e: Evidence, hit: Hit) -> bool:
@@ -213,6 +231,8 @@ def partial(e: Evidence) -> Iterator[Finding]:
         ),
         "",
     )
+    none = not torn and all("valid checkpoint" in h.line.text for h in words)
+    found = "no complete checkpoint is there" if none else "an incomplete checkpoint was found"
     lines = [
         li
         for li in e.lines
@@ -220,7 +240,7 @@ def partial(e: Evidence) -> Iterator[Finding]:
     ]
     yield e.found(
         "checkpoint.partial",
-        "an incomplete checkpoint was found" + (f": {path}" if path else ""),
+        found + (f": {path}" if path else ""),
         [*words[:3], *torn[:2], *lines[-2:]],
         f"ls -la --time-style=full-iso {path or '/workspace/out'}   # smaller than its sisters?\n"
         "resume from the one before: remove or rename the torn folder\n"
@@ -241,7 +261,9 @@ def _of_checkpoint(e: Evidence, failure: Failure) -> bool:
     near = " ".join(li.text for li in e.lines if 0 <= failure.first - li.number <= 6)
     return (
         _CKPT.search(f"{failure.message} {frames}") is not None
-        or re.search(r"(?i)\bresum|loading checkpoint|from checkpoint|ckpt", near) is not None
+        # "Loading checkpoint shards" is transformers' bar for the weights of any model.
+        or re.search(r"(?i)\bresum|loading checkpoint(?! shards)|from checkpoint|ckpt", near)
+        is not None
     )
 
 

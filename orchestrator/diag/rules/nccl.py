@@ -27,8 +27,8 @@ TIMEOUT = (
     r"gloo.*[Tt]imed out",
 )
 INIT = (
-    r"NCCL error in: [^\n]*(?:unhandled (?:system|cuda) error|invalid usage|internal error|"
-    r"invalid argument)",
+    r"NCCL (?:error in: |Error \d+: )[^\n]*(?:unhandled (?:system|cuda) error|invalid usage|"
+    r"internal error|invalid argument)",
     r"ncclInvalidUsage|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|"
     r"ncclInvalidArgument",
     r"Duplicate GPU detected",
@@ -48,7 +48,8 @@ INIT = (
 )
 PEER = (
     r"ncclRemoteError",
-    r"remote process exit(?:ing|ed) prematurely|remote process has exited",
+    r"remote process exit(?:ing|ed) prematurely|remote process has exited|"
+    r"NCCL Error \d+: remote process exited",
     r"[Cc]onnection (?:closed|reset) by (?:remote )?peer",
     r"NET/IB ?: Got completion (?:from peer [^\n]*)?with (?:status=|error )\s*[1-9]\d*",
     r"recvValue failed on SocketImpl|sendBytes failed on SocketImpl|recvBytes failed",
