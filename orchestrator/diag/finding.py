@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.diag.text import Line
+from trainer.telemetry import read_steps
 
 Severity = Literal["fatal", "warning", "info"]
 ORDER: dict[str, int] = {"fatal": 0, "warning": 1, "info": 2}
 QUOTE = 400
+METRICS = ("probe:metrics", "probe:metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,12 @@ class Quote:
 
     @classmethod
     def of(cls, line: Line) -> Quote:
-        return cls(line.source, line.number, (line.raw or line.text).strip()[:QUOTE])
+        raw = (line.raw or line.text).strip()
+        if line.source in METRICS and (step := next(read_steps(raw), None)) is not None:
+            # 700 characters of JSON: on two lines of a terminal no rate was among them.
+            norm = step.gradient_norm
+            raw = step.human() + (f" | gradient {norm:.3g}" if norm is not None else "")
+        return cls(line.source, line.number, raw[:QUOTE])
 
 
 @dataclass(frozen=True)

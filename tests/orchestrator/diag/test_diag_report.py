@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from orchestrator.diag.finding import Finding, Quote, Report
 from orchestrator.diag.report import render
+from orchestrator.diag.text import Line
+from trainer.telemetry import StepLine
 
 
 def shown(text: str) -> list[str]:
@@ -29,3 +31,14 @@ def test_of_a_longer_one_the_beginning_and_the_telling_end_are_there() -> None:
 def test_a_word_longer_than_the_line_is_cut() -> None:
     first, second = shown("x" * 200)
     assert (len(first), len(second)) == (58, 60)
+
+
+def test_a_record_of_metrics_is_quoted_as_the_line_that_the_trainer_prints() -> None:
+    step = StepLine(step=960, steps=1500, loss=0.98747417, tau=2.94, gradient_norm=1.03697)
+    record = step.model_copy(update={"tokens_per_s": 1214.06, "queue_depth": 0.2}).model_dump_json()
+    quote = Quote.of(Line(49, record, "probe:metrics"))
+    assert quote.text == (
+        "step    960/1500 | loss 0.9875 | tau 2.94 | 1.2k tok/s | queue 0.2 | gradient 1.04"
+    )
+    torn = Quote.of(Line(50, record[:40], "probe:metrics"))
+    assert torn.text == record[:40]
