@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ from trainer.telemetry import EVENTS_FILE, METRICS_FILE
 ROOT = Path(__file__).parents[1]
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def modules(package: str) -> list[Path]:
     found = sorted((ROOT / package).rglob("*.py"))
     assert found, package
@@ -26,7 +32,7 @@ def modules(package: str) -> list[Path]:
 def imports(package: str) -> Iterator[tuple[str, str]]:
     """Path and module of every import statement, at any depth of a file."""
     for path in modules(package):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -92,7 +98,7 @@ def test_the_controller_asks_for_everything_that_the_agent_can_do() -> None:
     asked = {
         node.args[0].value
         for path in outside
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if node.func.attr in {"request", "call"} and node.args
         if isinstance(node.args[0], ast.Constant)

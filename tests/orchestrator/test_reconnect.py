@@ -22,6 +22,9 @@ class Links:
     def drop(self, channel: Any) -> None:
         self.dropped.append(channel)
 
+    def named(self, error: DflashctlError) -> DflashctlError:
+        return error
+
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
