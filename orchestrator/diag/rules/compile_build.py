@@ -25,6 +25,7 @@ BACKEND = (
     r"fatal error: Python\.h: No such file",
     r"cannot find -lcuda|/usr/bin/ld: cannot find",
     r"SubprocException|Triton compilation failed",
+    r"Error building extension '[^']+'",  # torch.utils.cpp_extension
     r"A compilation subprocess exited unexpectedly|Attempting to use a closed pool",
     r"(?:gcc|g\+\+|cc|clang|nvcc|c\+\+)['\"]?[, ][^\n]*returned non-zero exit status",
     r"(?:fatal error|error): [^\n]*cuda\.h[^\n]*No such file|"
@@ -72,6 +73,10 @@ def backend_failed(e: Evidence) -> Iterator[Finding]:
     ):
         return  # the cache rule's
     title = "the compiler behind torch.compile failed"
+    extension = re.search(r"Error building extension '([^']+)'", around)
+    if extension is not None:
+        yield _extension(e, extension[1], hits)
+        return
     advice = "TORCHDYNAMO_VERBOSE=1 TORCH_LOGS=+inductor python …   # the whole story\n"
     if re.search(r"C compiler|Cxx|CppCompile|gcc|g\+\+|Python\.h|-lcuda", around):
         title += ": no working C compiler, headers or linker in the container"
@@ -106,6 +111,22 @@ def backend_failed(e: Evidence) -> Iterator[Finding]:
         advice + "rm -rf /tmp/torchinductor_$USER ~/.triton/cache   # rule out a stale cache\n"
         "to tell the layers apart: torch.compile(backend='aot_eager') runs without inductor",
         confidence=0.88,
+    )
+
+
+def _extension(e: Evidence, name: str, hits: list[Hit]) -> Finding:
+    """A C++ or CUDA extension that a library builds when it is first used (DeepSpeed's Adam)."""
+    said = e.search(r"\berror: (?!ld returned|subcommand)", r"^/\S*ld: cannot find", probes=False)
+    return e.found(
+        "compile.backend_failed",
+        f"the extension {name} does not build"
+        + (f": {said[0].line.text.strip()[:120]}" if said else ""),
+        [*said[:2], *hits[:2]],
+        "nvcc --version; python -c 'import torch; print(torch.version.cuda)'   # must agree\n"
+        "its own first error is above “ninja: build stopped”; gcc too new for that nvcc: "
+        "CC=gcc-13 CXX=g++-13\n"
+        f"rm -rf ~/.cache/torch_extensions/*/{name}   # and build again, on one rank",
+        confidence=0.85,
     )
 
 

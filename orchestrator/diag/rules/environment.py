@@ -35,6 +35,10 @@ VERSION = (
     r"has (?:been )?(?:detected|found) (?:an )?incompatible|_STATUS_\w*VERSION_MISMATCH\b",
     r"requires a different Python|python_requires|Python 3\.\d+ (?:or (?:newer|later)|is required)",
     r"magic number in .*\.pyc|bad magic number",
+    r"Dataset scripts are no longer supported",  # datasets 4
+    r"cuDNN version incompatibility|CUDAMismatchException|CUDA VERSION MISMATCH|"
+    r"The detected CUDA version \(\S+\) mismatches",
+    r"use_libuv was requested but PyTorch was buil[td] without",
     r"cannot import name '\w+' from '(?:torch|transformers|triton|huggingface_hub|tokenizers|"
     r"datasets|accelerate"
     r"|numpy|safetensors|peft|trl|flash_attn|pydantic\w*|typing_extensions|collections|typing)",
@@ -61,6 +65,7 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         for h in e.search(
             r"^(?:/\S+/)?python[\d.]*: No module named (\S+)",
             r"^ImportError: [^\n]*requires the (\S+) (?:library|package)",
+            r"(Ninja) is required to load C\+\+ extensions",
             r"failed to open (lib[\w.+-]+\.so[\w.]*)",  # nvrtc and its built-in functions
             r"only (python3-minimal) is there|Python has no standard library",
             # The start script that `dflashctl init` writes.
@@ -102,7 +107,7 @@ def _module_in(place: Failure | Hit) -> str:
         return "trainer"
     name = re.search(
         r"No module named '?([\w.-]+)'?|^(\S+): cannot open shared|(lib\S+\.so[\d.]*)|"
-        r"the (\S+) lib",
+        r"the (\S+) lib|(Ninja) is required",
         text.split(": ", 1)[-1],
     )
     return next((g for g in name.groups() if g), "") if name else ""
@@ -159,8 +164,7 @@ def versions(e: Evidence) -> Iterator[Finding]:
             r"cannot import name|has no attribute|unexpected keyword argument|partially init",
             f.message,
         )
-        and f.frames
-        and f.frames[-1].library
+        and _in_library(f)
         and not e.recovered(f.line)
         and f.name != "TypeError"
     ] + [f for f in e.raised("TypeError") if _renamed(f) and not e.recovered(f.line)]
@@ -186,6 +190,13 @@ def versions(e: Evidence) -> Iterator[Finding]:
         "torch",
         confidence=0.88,
     )
+
+
+def _in_library(failure: Failure) -> bool:
+    """What raised it lies in a library: not the ``__getattr__`` of a module or a config that the
+    user's own code asked for something."""
+    asked = [fr for fr in failure.frames if not re.match(r"__getattr(?:ibute)?__$", fr.function)]
+    return bool(asked) and asked[-1].library
 
 
 def _own_module(failure: Failure) -> bool:

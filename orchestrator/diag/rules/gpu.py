@@ -16,6 +16,8 @@ OOM = (
     r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
     r"(?:CUBLAS|CUSPARSE|CUSOLVER|CUDNN)_STATUS_ALLOC_FAILED",
     r"Cuda failure (?:2 )?'out of memory'",
+    # Asked of NVML only to tell of an allocation that failed.
+    r"NVML_SUCCESS == \w+ INTERNAL ASSERT FAILED at \S*CUDACachingAllocator",
     r"RESOURCE_EXHAUSTED: Out of memory|std::bad_alloc: .*out_of_memory: CUDA",
 )
 _NO_ALLOCATOR = re.compile(r"(?:Value|Key|Type|Name|Index|Attribute|Assertion|Syntax)Error")

@@ -33,6 +33,7 @@ DRIVER_MISSING = (
     r"CUDA driver initialization failed|CUDA_ERROR_NO_DRIVER|CUDA_ERROR_STUB_LIBRARY",
     r"CUDA driver is a stub library",
 )
+FABRIC = (r"system not yet initialized|cudaErrorSystemNotReady|CUDA_ERROR_SYSTEM_NOT_READY",)
 NONE = (
     r"No CUDA GPUs are available",
     r"no CUDA-capable device is detected|cudaErrorNoDevice|CUDA_ERROR_NO_DEVICE",
@@ -45,6 +46,7 @@ NONE = (
     r"Attempting to deserialize object on CUDA device \d+ but torch\.cuda\.device_count\(\) is \d+",
     r"ProcessGroupNCCL is only supported with GPUs, no GPUs found",
     r"requested \d+ GPUs?,? (?:but )?(?:only )?\d+ (?:are|is) (?:visible|available)",
+    r"device >= 0 && device < num_gpus",
 )
 UNKNOWN_INIT = (
     r"CUDA unknown error - this may be due to an incorrectly set up environment",
@@ -167,14 +169,18 @@ def uvm_missing(e: Evidence) -> Iterator[Finding]:
     absent += [h.line for h in e.search(r"/dev/nvidia-uvm\S*:? No such file", probes=False)]
     trouble = _cuda_fails(e)
     at: list[Hit | Line] = [*absent[:2], *trouble[:2]]
-    if not absent:
+    guessed = not absent and _nothing_but_unknown(e)
+    if not absent and not guessed:
         if not trouble or not _uvm_unlisted(e) or e.probes.has(r"/dev/nvidia-uvm\b"):
             return
         at += [n.line for n in e.probes.nodes[:3]]
     number = container_of(e)
     yield e.found(
         "gpu.uvm_missing",
-        "/dev/nvidia-uvm is absent in the container: nvidia-smi works, CUDA does not",
+        "CUDA cannot start: in a container /dev/nvidia-uvm is then usually absent or of before "
+        "the host's last start"
+        if guessed
+        else "/dev/nvidia-uvm is absent in the container: nvidia-smi works, CUDA does not",
         at,
         "on the host: modprobe nvidia_uvm && nvidia-modprobe -u -c 0 && ls -l /dev/nvidia-uvm*\n"
         f"in /etc/pve/lxc/{number}.conf:\n"
@@ -182,8 +188,34 @@ def uvm_missing(e: Evidence) -> Iterator[Finding]:
         "lxc.mount.entry: /dev/nvidia-uvm-tools dev/nvidia-uvm-tools none "
         "bind,optional,create=file\n"
         f"pct reboot {number}; at boot: echo nvidia_uvm >> /etc/modules-load.d/nvidia.conf",
-        confidence=0.93,
+        confidence=0.6 if guessed else 0.93,
     )
+
+
+def _nothing_but_unknown(e: Evidence) -> bool:
+    """A log with CUDA's ``unknown error`` at its start, and nobody looked at the nodes or says
+    more."""
+    said = e.search(r"CUDA unknown error - this may be due to", probes=False)
+    told = e.search(*MISMATCH, *DRIVER_MISSING, *PERMISSION, *FABRIC, *BUSY)
+    return bool(said) and not (e.progress or e.probes.nodes or told or e.probes.has(r"\bXid\b"))
+
+
+def fabric(e: Evidence) -> Iterator[Finding]:
+    """CUDA 802, ``system not yet initialized``: on machines with NVSwitch every card waits for
+    nvidia-fabricmanager, which must be of the driver's very version."""
+    hits = e.unrecovered(*FABRIC)
+    if hits:
+        yield e.found(
+            "gpu.driver_missing",
+            "the driver waits for the NVSwitch fabric: nvidia-fabricmanager does not run on the "
+            "host",
+            hits[:3],
+            "on the host: systemctl status nvidia-fabricmanager; journalctl -u "
+            "nvidia-fabricmanager -n 20\n"
+            "its version must be the driver's: cat /proc/driver/nvidia/version; apt list --installed "
+            "'nvidia-fabricmanager*'\n"
+            "systemctl enable --now nvidia-fabricmanager",
+        )
 
 
 def _cuda_fails(e: Evidence) -> list[Hit]:
@@ -346,4 +378,4 @@ def _mostly_others(text: str, e: Evidence) -> bool:
     return held > 2 * mine and not {p for p, _, _ in others} & ours
 
 
-RULES = (mismatch, driver_missing, node_invalid, uvm_missing, permission, none, busy)
+RULES = (mismatch, driver_missing, fabric, node_invalid, uvm_missing, permission, none, busy)

@@ -22,7 +22,8 @@ OOM_KERNEL = (
 OOM_LOG = (
     r"killed by (?:the )?(?:kernel )?OOM(?:[ -]killer)?",
     r"\bOOM[ -]?[Kk]ill(?:ed|er)\b(?!.{0,20}(?:=|: ?)0)",
-    r"Detected [1-9]\d* oom[-_]kill event",
+    r"Detected [1-9]\d* oom[-_]kill event|^srun: error: \S+: tasks? \S+: Out Of Memory",
+    r"killed due to the node running low on memory",  # ray's own watcher
 )
 KILLED = (
     r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed",

@@ -70,6 +70,7 @@ RENDEZVOUS = (
     r"Timeout waiting for key|wait timeout after \d+ms, keys?:",
     r"StoreTimeoutError|Store(?: operation)? timed out|Socket Timeout",
     r"Error initializing torch\.distributed using (?:env|tcp)://",
+    r"Timed out initializing process group in store based barrier",
     r"environment variable (?:RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set",
     r"network addresses of \([^)]+\) cannot be retrieved",
     r"[Tt]he connection to the C10d store has failed",

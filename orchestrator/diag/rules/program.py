@@ -29,6 +29,10 @@ PATH = (
     # Our own supervisor, of a program by its bare name.
     r"\bcannot start ['\"]([\w.+-]+)['\"] in [^\n]*: No such file or directory(?!; there is no)",
 )
+NVCC = (
+    r"CUDA_HOME environment variable is not set",  # torch.utils.cpp_extension
+    r"(?:No such file or directory|not found): '?\S*/bin/nvcc\b",
+)
 USUAL = (
     *("python3", "python", "torchrun", "accelerate", "deepspeed", "bash", "sh", "env", "uv"),
     *("conda", "nohup", "numactl", "nsys", "mpirun", "jupyter", "tensorboard"),
@@ -58,6 +62,22 @@ def moved_environment(e: Evidence) -> Iterator[Finding]:
         "or make the environment anew where it is to stay",
         confidence=0.9,
     )
+
+
+def no_nvcc(e: Evidence) -> Iterator[Finding]:
+    """A library builds an extension when it is first used (DeepSpeed, flash-attn), and torch's
+    wheels bring no compiler for CUDA."""
+    hits = e.unrecovered(*NVCC, probes=False)
+    if hits:
+        yield e.found(
+            "env.path",
+            "nvcc is not found: an extension is to be built, and the CUDA toolkit is not here",
+            hits[:3],
+            "in the container: ls -d /usr/local/cuda*; export CUDA_HOME=/usr/local/cuda "
+            "PATH=/usr/local/cuda/bin:$PATH\n"
+            "none there: install the toolkit of torch.version.cuda (apt install cuda-toolkit-12-8), "
+            "or a wheel that is built",
+        )
 
 
 def command_path(e: Evidence) -> Iterator[Finding]:
@@ -126,4 +146,4 @@ def _ignored(e: Evidence, hit: Hit) -> bool:
     return following is not None and "(ignored)" in following.text
 
 
-RULES = (moved_environment, command_path)
+RULES = (moved_environment, no_nvcc, command_path)
