@@ -60,7 +60,7 @@ _WORKER = re.compile(
     r"\w*\d$"
 )
 _GOES_ON = re.compile(
-    r"\b(?:retry(?:ing)?|retried|recovered|reconnected|continu(?:e|ing)|skipp(?:ed|ing)|"
+    r"(?<!lease )\b(?:retry(?:ing)?|retried|recovered|reconnected|continu(?:e|ing)|skipp(?:ed|ing)|"
     r"fall(?:ing|s)? back|fell back|succeeded|resum(?:ed|ing)|ok after|works? now|connected|"
     r"ignor(?:ed|ing)|non-?fatal|using \S+ instead)\b",
     re.IGNORECASE,

@@ -27,6 +27,8 @@ MISSING = (
     r"(?:found|in|at|under|match)",
     r"(?:data|dataset|shard|corpus|training)[ \w]*(?:file|path|folder|"
     r"directory)[^\n]*(?:does not exist|not found|is missing)",
+    # torch's sampler and transformers' Trainer of a dataset without a row
+    r"but got num_samples=0\b|Invalid key: \d+ is out of bounds for size 0\b",
     r"glob [^\n]*(?:matched|matches) (?:no|0|nothing)\b(?![.,]\d)",
 )
 FORMAT = (
@@ -34,7 +36,8 @@ FORMAT = (
     r"Column)|ArrowTypeError",
     r"JSON parse error|Parquet magic bytes not found|Parquet file size is \d+ bytes|"
     r"Couldn't deserialize thrift",
-    r"DatasetGenerationError|DatasetGenerationCastError|CastError: Couldn't cast",
+    r"DatasetGenerationError|DatasetGenerationCastError|CastError: Couldn't cast|"
+    r"Couldn't cast array of type|Columns? \S+ not in the dataset\. Current columns",
     r"(?:JSONDecodeError|json\.decoder)",
     r"tarfile\.\w*Error|ReadError: (?:unexpected end|not a gzip|file could not be opened)|"
     r"Not a gzipped file|Compressed file ended before the end-of-stream|BadGzipFile|"
@@ -119,7 +122,8 @@ def missing(e: Evidence) -> Iterator[Finding]:
         f"in the container: ls -la {path.rsplit('/', 1)[0] if path else '/workspace/data'}; "
         "mount | grep workspace\n"
         f"is the mount point there (pct config {container_of(e)} | grep mp)?\n"
-        "does the config name it as the container sees it?\n"
+        "does the config name it as the container sees it? rows left after filters: "
+        "print(len(dataset))\n"
         "copy it in: dflashctl push …",
         confidence=0.9,
     )

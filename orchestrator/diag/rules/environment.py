@@ -65,6 +65,8 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         for h in e.search(
             r"^(?:/\S+/)?python[\d.]*: No module named (\S+)",
             r"^ImportError: [^\n]*requires the (\S+) (?:library|package)",
+            r"ImportError: [^\n]*\brequires (\S+): `pip install",
+            r"the package (\S+) seems to be not installed",
             r"(Ninja) is required to load C\+\+ extensions",
             r"failed to open (lib[\w.+-]+\.so[\w.]*)",  # nvrtc and its built-in functions
             r"only (python3-minimal) is there|Python has no standard library",
@@ -107,7 +109,7 @@ def _module_in(place: Failure | Hit) -> str:
         return "trainer"
     name = re.search(
         r"No module named '?([\w.-]+)'?|^(\S+): cannot open shared|(lib\S+\.so[\d.]*)|"
-        r"the (\S+) lib|(Ninja) is required",
+        r"the (\S+) lib|(Ninja) is required|the package (\S+) seems|requires (\S+): `pip",
         text.split(": ", 1)[-1],
     )
     return next((g for g in name.groups() if g), "") if name else ""

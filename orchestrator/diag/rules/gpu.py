@@ -16,6 +16,7 @@ OOM = (
     r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
     r"(?:CUBLAS|CUSPARSE|CUSOLVER|CUDNN)_STATUS_ALLOC_FAILED",
     r"Cuda failure (?:2 )?'out of memory'",
+    r"No available memory for the cache blocks",  # vLLM
     # Asked of NVML only to tell of an allocation that failed.
     r"NVML_SUCCESS == \w+ INTERNAL ASSERT FAILED at \S*CUDACachingAllocator",
     r"RESOURCE_EXHAUSTED: Out of memory|std::bad_alloc: .*out_of_memory: CUDA",
@@ -42,6 +43,7 @@ ARCH = (
     r"the provided PTX was compiled with an unsupported toolchain|"
     r"CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
     r"device kernel image is invalid|CUDA_ERROR_INVALID_(?:IMAGE|PTX)|CUDA_ERROR_NO_BINARY_FOR_GPU",
+    r"Expected is_sm\d+ [^\n]*to be true, but got false",
     r"only supported on [^\n]*(?:compute capability|sm_\d)",
     r"(?:requires|needs) (?:compute capability|CUDA capability|sm_)\D{0,10}\d+[^\n]*(?:but|"
     r"found|got)",
@@ -110,7 +112,7 @@ def out_of_memory(e: Evidence) -> Iterator[Finding]:
     hits = [h for h in e.search(*OOM) if not _TRITON.search(h.line.text)]
     # Quoted by an exception of a type that no allocator raises.
     quoted = {f.line for f in e.failures if f.headed and _NO_ALLOCATOR.fullmatch(f.name)}
-    hits = [h for h in hits if h.line not in quoted]
+    hits = [h for h in hits if h.line not in quoted or "cache blocks" in h.line.text]
     if not hits:
         return
     first = next((h.line for h in hits if "Tried to allocate" in h.line.text), hits[0].line)

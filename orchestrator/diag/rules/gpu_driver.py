@@ -46,7 +46,7 @@ NONE = (
     r"Attempting to deserialize object on CUDA device \d+ but torch\.cuda\.device_count\(\) is \d+",
     r"ProcessGroupNCCL is only supported with GPUs, no GPUs found",
     r"requested \d+ GPUs?,? (?:but )?(?:only )?\d+ (?:are|is) (?:visible|available)",
-    r"device >= 0 && device < num_gpus",
+    r"device >= 0 && device < num_gpus|No supported gpu backend found|You requested gpu: \[",
 )
 UNKNOWN_INIT = (
     r"CUDA unknown error - this may be due to an incorrectly set up environment",
@@ -68,6 +68,7 @@ BUSY = (
     r"devices?(?:\(s\))? (?:is/are|are|is) busy or unavailable",
     r"all CUDA-capable devices are busy|cudaErrorDevicesUnavailable|CUDA_ERROR_DEVICE_UNAVAILABLE",
     r"exclusive(?:-process)? (?:mode|thread).*(?:in use|already)|device already in use by another",
+    r"Free memory on device[^\n]* on startup is less than desired GPU memory utilization",  # vLLM
     r"GPU \S+ is (?:in use|leased|held|busy)|GPUs are (?:in use|leased): GPU \S+ by ",
 )
 
@@ -212,7 +213,7 @@ def fabric(e: Evidence) -> Iterator[Finding]:
             hits[:3],
             "on the host: systemctl status nvidia-fabricmanager; journalctl -u "
             "nvidia-fabricmanager -n 20\n"
-            "its version must be the driver's: cat /proc/driver/nvidia/version; apt list --installed "
+            "its version must be the driver's: cat /proc/driver/nvidia/version; dpkg -l "
             "'nvidia-fabricmanager*'\n"
             "systemctl enable --now nvidia-fabricmanager",
         )

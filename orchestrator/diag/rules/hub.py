@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding
+from orchestrator.diag.tracebacks import Failure
 
 AUTH = (
     r"GatedRepoError|RepositoryNotFoundError|LocalTokenNotFoundError|BadRequestError[^\n]*[Tt]oken",
@@ -46,6 +47,10 @@ OFFLINE = (
 )
 
 
+BROKEN = r"\w*(?:Connection|Connect|Timeout|Encoding|Protocol|SSL|Proxy|Read)Error|\w*Timeout"
+"""Exceptions of a way that broke, by whichever library names them; none that names the hub."""
+
+
 def auth(e: Evidence) -> Iterator[Finding]:
     """huggingface_hub 0.20 to 1.x: ``GatedRepoError: 401``, ``RepositoryNotFoundError`` (a private
     one says 404 or 401 too), transformers' ``You are trying to access a gated repo``."""
@@ -76,14 +81,15 @@ def offline(e: Evidence) -> Iterator[Finding]:
     HF_HUB_OFFLINE is set and the cache (HF_HOME of *that* rank's user) lacks the file."""
     hits = e.unrecovered(*OFFLINE)
     hits = [h for h in hits if "wandb" not in h.line.text]
-    if not hits:
+    broken = [f for f in e.raised(BROKEN) if _asked_the_hub(f) and not e.recovered(f.line)]
+    if not hits and not broken:
         return
     home = e.search(r"\bHF_(?:HOME|HUB_CACHE|HUB_OFFLINE)\b|TRANSFORMERS_OFFLINE|HOME=", quiet=True)
     repo = _repo(" ".join(h.line.text for h in hits))
     yield e.found(
         "hub.offline",
         f"no way to the model hub, and {repo or 'the files'} are not in the cache",
-        [*hits[:4], *home[:1]],
+        [*hits[:4], *broken[:1], *home[:1]],
         "in the container: curl -sI https://huggingface.co | head -1; getent hosts huggingface.co; "
         "ls $HF_HOME/hub\n"
         "fetch it beforehand where there is a way: hf download REPO --local-dir "
@@ -91,6 +97,10 @@ def offline(e: Evidence) -> Iterator[Finding]:
         "and give that path; the same HF_HOME for every rank; proxy: HTTPS_PROXY",
         confidence=0.92,
     )
+
+
+def _asked_the_hub(failure: Failure) -> bool:
+    return any("huggingface_hub/" in fr.file for fr in failure.frames)
 
 
 def _repo(text: str) -> str:

@@ -75,8 +75,8 @@ def no_nvcc(e: Evidence) -> Iterator[Finding]:
             hits[:3],
             "in the container: ls -d /usr/local/cuda*; export CUDA_HOME=/usr/local/cuda "
             "PATH=/usr/local/cuda/bin:$PATH\n"
-            "none there: install the toolkit of torch.version.cuda (apt install cuda-toolkit-12-8), "
-            "or a wheel that is built",
+            "none there: install the toolkit of torch.version.cuda (cuda-toolkit-12-8), or a wheel "
+            "that is built",
         )
 
 
