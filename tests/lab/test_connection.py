@@ -245,18 +245,6 @@ def test_more_containers_than_channels_take_turns(
     assert proxied.traffic()["connections"] == 1
 
 
-def test_all_containers_of_a_dead_host_wait_for_one_time_out(
-    cli: Cli, proxied: Proxy, tmp_path: Path
-) -> None:
-    known = yaml.safe_load(cli.inventory.read_text())
-    known["containers"] = {f"c{n}": known["containers"]["lab-201"] for n in range(10)}
-    cli.inventory.write_text(yaml.safe_dump(known))
-    proxied.black_hole()
-    found = cli.json("ps", code=3)
-    assert {gone["state"] for gone in found["unreachable"]} == {"unreachable"}
-    assert proxied.traffic()["connections"] == 1
-
-
 def test_a_slow_connect_is_no_failure(cli: Cli, proxied: Proxy) -> None:
     proxied.set(rtt_ms=1000)
     assert cli("exec", "lab-201", "--", "echo", "hi", code=0).stdout == "hi\n"

@@ -25,7 +25,7 @@ from orchestrator.target import Target, everything
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("stopped_after")]
 
 
-def test_a_dead_host_never_holds_up_the_others(
+def test_a_dead_host_takes_one_time_out_and_never_holds_up_the_others(
     cli: Cli, lab: Lab, code: Path, tmp_path: Path, proxied: Proxy
 ) -> None:
     run_id = cli.json("launch", "lab-201", "--", "sleep", "60", cwd=code)["run_id"]
@@ -33,8 +33,10 @@ def test_a_dead_host_never_holds_up_the_others(
     known["hosts"]["dead"] = {"address": "127.0.0.1", "port": proxied.port}
     known["hosts"]["dead"] |= {k: v for k, v in known["hosts"]["lab"].items() if "file" in k}
     known["hosts"]["dead"]["known_hosts"] = known["hosts"]["lab"]["known_hosts"]
-    known["containers"] = {"gone": {"host": "dead", "ct": 1}, **known["containers"]}
+    gone = {f"gone-{number}": {"host": "dead", "ct": number} for number in range(1, 11)}
+    known["containers"] = {**gone, **known["containers"]}
     proxied.black_hole()
+    before = proxied.traffic()["connections"]
     cli.inventory = tmp_path / "two-hosts.yaml"
     cli.inventory.write_text(yaml.safe_dump(known))
     terminal = Terminal(cli, "ps")
@@ -42,7 +44,8 @@ def test_a_dead_host_never_holds_up_the_others(
     # The dead one takes its 10 s; the others were on the screen before.
     assert b"unreachable" not in terminal.seen
     assert terminal.exit_code() == 0
-    assert b"gone" in terminal.seen and b"unreachable" in terminal.seen
+    assert b"unreachable" in terminal.seen and all(name.encode() in terminal.seen for name in gone)
+    assert proxied.traffic()["connections"] == before + 1
 
 
 def test_ps_tells_what_is_not_running_apart_from_what_failed(
