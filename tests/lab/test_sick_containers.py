@@ -99,7 +99,7 @@ def test_frozen_for_good_is_told_by_its_host_and_nothing_is_called_failed(
         told = waiting.stderr.readline()
     finally:
         sick.thaw(301)
-    assert "lab/301 is frozen: waiting up to" in told
+    assert "lab-301 is frozen: waiting up to" in told
     assert waiting.communicate(timeout=60)[0] == "thawed\n"
     assert here.json("status", run_id)["state"] in ("starting", "training")
 
