@@ -117,6 +117,22 @@ def test_a_killed_run_makes_only_what_is_missing(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 5
 
 
+def test_a_time_that_ran_out_is_told_with_what_it_left(tmp_path: Path) -> None:
+    """`responses 3/5` alone reads as if two had failed."""
+    turns = [[{"role": "user", "content": f"n {i}"}] for i in range(5)]
+    asked = journal(tmp_path, None, [{"key": prompt_key(m), "messages": m} for m in turns])
+    said: list[str] = []
+    assert len(list(make_maker(tmp_path, said.append, seconds=1e-6).responses(asked))) == 3
+    assert said[-2].startswith("data: responses 3/5 | ")
+    assert said[-1] == (
+        "data: the 1e-06 s for responses are over: the run goes on with these 3, without the other"
+        " 2"
+    )
+    said.clear()
+    assert len(list(make_maker(tmp_path, said.append, seconds=600).responses(asked))) == 5
+    assert said[-1].startswith("data: responses 5/5 | ")
+
+
 def found_prompts(folder: Path) -> tuple[list[str], list[str]]:
     """Texts, and the reasons of what was left out."""
     rejected: list[Rejection] = []

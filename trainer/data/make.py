@@ -260,7 +260,7 @@ class Maker:
                 made.append(under_way.pop(completion.key) | answer)
             progress.update(len(made), decoder.generated)
         if missing:
-            progress.update(len(made), decoder.generated, force=True)
+            progress.end(len(made), decoder.generated)
         return (made[key] for key in keys if key in made)
 
     def _requests(
