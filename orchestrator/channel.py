@@ -334,13 +334,13 @@ class AgentChannel:
         stderr = self._stderr.decode(errors="replace")
         if self._hello is None:
             noise = self._noise.decode(errors="replace")
-            if status is None and not pct.says_why(stderr):
-                # A login shell's words are no reason: the next session has them too.
-                return self._lost("it ended while the agent was starting", "try again")
             if not pct.says_why(stderr):
+                # Its own words are no reason: a login shell that prints says them every time.
                 why = self._on_no_word(stderr.strip() or noise.strip(), status)
                 if why is not None:
                     return why
+                if status is None:
+                    return self._lost("it ended while the agent was starting", "try again")
             return pct.failure(stderr, status, host=self.host, ct=self.ct, stdout=noise)
         if status is None:
             return self._lost("")

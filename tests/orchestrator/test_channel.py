@@ -247,6 +247,29 @@ def test_noise_without_an_agent_is_shown(open_channel: Open) -> None:
         open_channel(["sh", "-c", "echo This account is locked; exit 1"]).hello()
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_ended_before_the_agent_spoke_and_left_no_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """By a signal, or with the link. Who can ask is asked before the link is blamed."""
+    monkeypatch.setattr(Pipes, "status", lambda self, timeout: None)
+    reason = ExecFailed("the login shell does not run it")
+    with (
+        AgentChannel(
+            Pipes(["sh", "-c", "echo Welcome"]),
+            agent_bundle.bundle(),
+            str(tmp_path),
+            trusted=True,
+            host="pve1",
+            ct=200,
+            on_no_word=lambda heard, status: reason if is_known else None,
+        ) as one,
+        pytest.raises(ExecFailed if is_known else ConnectionLost) as caught,
+    ):
+        one.call("ping")
+    assert caught.value is reason or "ended while the agent was starting" in caught.value.what
+
+
 def test_a_missing_file_is_told_as_such(open_channel: Open) -> None:
     with pytest.raises(NotFoundError):
         open_channel().call("pull.read", path="/no/such/file")
