@@ -163,6 +163,7 @@ def check_identities(route: Route, name: str) -> None:
         if not path.is_file():
             raise AuthenticationFailed(
                 f"the key file {path} does not exist{did_you_mean(path)}",
-                next_step="correct `identity_file` of the host in the inventory",
+                next_step="correct `identity_file` of the host in the inventory; where it was the "
+                "lab's, which is down: dflashctl lab up",
                 host=name,
             )

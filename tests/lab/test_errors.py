@@ -78,7 +78,10 @@ def test_a_refused_key(cli: Cli, lab: Lab, code: Path, tmp_path: Path) -> None:
 
 def test_a_key_file_that_is_not_there(cli: Cli, lab: Lab, code: Path, tmp_path: Path) -> None:
     changed = with_host(cli, lab, tmp_path, identity_file="/no/such/key")
-    assert "/no/such/key does not exist" in said(changed, 3, "launch", "lab-200", cwd=code)
+    told = said(changed, 3, "launch", "lab-200", cwd=code)
+    assert "/no/such/key does not exist" in told
+    # A run of the lab is remembered when the lab is down.
+    assert "dflashctl lab up" in told
 
 
 def test_a_key_with_a_passphrase_and_nobody_to_ask(
