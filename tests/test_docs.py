@@ -20,6 +20,7 @@ from generator.verbs import subparsers, trainer_parser
 from orchestrator import inventory
 from orchestrator.cli.app import VERBS, load
 from orchestrator.playbook import book
+from trainer.config import parse_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -236,3 +237,18 @@ def test_every_config_is_valid(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
     assert load_config(path).target.model
+
+
+@pytest.mark.parametrize("name", ["docs/trainer.md", "docs/howto/resume.md"])
+def test_what_may_change_on_a_resume_is_what_the_fingerprint_leaves_out(name: str) -> None:
+    (told,) = re.findall(r"Free to change\S*(.*?)\.\s", (ROOT / name).read_text(), re.DOTALL)
+    config = parse_config(
+        {"target": {"model": "m"}, "data": {"files": ["f"]}, "optimization": {"steps": 1}},
+        source="test",
+        base=ROOT,
+    )
+    kept = {key.split(".")[0] for key in config.fingerprint()}
+    left_out = set(config.model_dump()) - kept
+    in_data = {f"data.{field}" for field in config.model_dump()["data"]}
+    held = {".".join(key.split(".")[:2]) for key in config.fingerprint()}
+    assert set(re.findall(r"`([\w.]+)`", told)) == left_out | (in_data - held)
