@@ -161,15 +161,13 @@ def prune(request: Request) -> dict[str, Any]:
                 kept.append({"release": name, "why": "in use", "runs": users[name]})
                 continue
             try:
-                written = _written_by_a_job(paths, name)
-                if not written:
+                if written := _written_by_a_job(paths, name)[:10]:
+                    kept.append({"release": name, "why": "holds files of a job", "files": written})
+                else:
                     _hide(paths, name)
                     removed.append(name)
-                    continue
             except OSError as error:
                 failed.append({"path": paths.release(name), "why": error.strerror})
-                continue
-            kept.append({"release": name, "why": "holds files of a job", "files": written[:10]})
         failed += _clear(paths)
         count, size = 0, 0
         if removed:

@@ -38,12 +38,13 @@ def attach(
     With --json the command is printed, as with --dry-run. What you type there reaches the run, so
     that a colleague's is attached to by its run id alone.
     """
-    if not dry_run and not as_json and not (sys.stdin.isatty() and sys.stdout.isatty()):
+    printed = dry_run or as_json
+    if not printed and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
             "attach needs a terminal", next_step="use `dflashctl tail` in scripts and pipes"
         )
     terminal = os.environ.get("TERM") or "xterm"
-    if terminal == "dumb" and not dry_run and not as_json:
+    if terminal == "dumb" and not printed:
         raise UsageError(
             "this terminal says that it cannot place a cursor (TERM=dumb)",
             next_step="use `dflashctl tail`, or set TERM: TERM=xterm dflashctl attach",
@@ -52,7 +53,7 @@ def attach(
         ref = session.one_run_to_change(runs, host, ct, "attach")
         # What is typed there reaches the run; what is only printed nobody has used yet.
         noted = audited(session.fleet, ref.target, "attach", output.notice, run_id=ref.run_id)
-        with nullcontext() if dry_run or as_json else noted:
+        with nullcontext() if printed else noted:
             answer = _ask(session, ref, terminal)
     # `--keep-env 0` leaves TERM=linux and no locale: tmux would draw with neither colour nor lines.
     known = answer.get("terminal") or terminal

@@ -216,7 +216,9 @@ def _attempt(answer: dict[str, Any]) -> str | None:
     """``2 of 3``, of a run that its supervisor may start again."""
     restart = (answer.get("record") or {}).get("restart") or {}
     more = restart.get("max")
-    return f"{answer.get('attempt') or 1} of {more + 1}" if more else None
+    if not isinstance(more, int) or more < 1:
+        return None
+    return f"{answer.get('attempt') or 1} of {more + 1}"
 
 
 def _between_steps(run: RunSummary, answer: dict[str, Any]) -> str | None:
