@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import yaml
 from laptop import Cli, free_port
 
 from orchestrator.lab import Container, Lab, LabSpec
+from orchestrator.lab.cgroups import members
 from orchestrator.lab.processes import Process
 from orchestrator.lab.proxy import Proxy
 from orchestrator.lab.requirements import missing, reason_to_skip
@@ -97,6 +99,29 @@ def each_lab(request: pytest.FixtureRequest, make_lab: MakeLab, lab: Lab) -> Lab
     return other
 
 
+def is_run_or_agent(pid: int) -> tuple[bool, bool]:
+    process = Path("/proc", str(pid))
+    try:
+        run = b"DFLASH_RUN_" in (process / "environ").read_bytes()
+        return run, b"\0-I\0-S\0-c\0" in (process / "cmdline").read_bytes()
+    except OSError:
+        return False, False
+
+
+def left_running(lab: Lab) -> bool:
+    """Whether a run lives in it, or an agent that may yet start one. To ask `ps` takes 0.5 s after
+    each test, and most leave nothing."""
+    one = lab.state()["cgroups"][:1]
+    for _ in range(50):
+        found = [is_run_or_agent(pid) for pid in members(map(Path, one))]
+        if any(run for run, _ in found):
+            return True
+        if not any(agent for _, agent in found):
+            return False
+        time.sleep(0.02)  # the last call's own agents are about to end
+    return True
+
+
 @pytest.fixture
 def cli(lab: Lab, tmp_path: Path) -> Cli:
     return Cli.at_home(tmp_path / "home", lab.inventory)
@@ -125,7 +150,8 @@ def ill_cli(ill: Lab, tmp_path: Path) -> Iterator[Cli]:
     cli = Cli.at_home(tmp_path / "home", ill.inventory)
     yield cli
     ill.pct("exec", 300, "--", "sh", "-c", "rm -f /workspace/fill /dev/shm/fill")
-    cli.end_runs(but={301})
+    if left_running(ill):
+        cli.end_runs(but={301})
 
 
 @pytest.fixture
@@ -153,4 +179,5 @@ def code(tmp_path: Path) -> Path:
 def stopped_after(lab: Lab, cli: Cli) -> Iterator[None]:
     """Whatever a test leaves running in the containers is ended."""
     yield
-    Cli(cli.home, lab.inventory).end_runs()
+    if left_running(lab):
+        Cli(cli.home, lab.inventory).end_runs()
