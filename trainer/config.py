@@ -253,6 +253,15 @@ class TrainConfig(Section):
     """The run's folder unless the supervisor set one (``DFLASH_RUN_DIR``)."""
 
     @model_validator(mode="after")
+    def _has_something_to_evaluate_on(self) -> TrainConfig:
+        if self.evaluation and self.evaluation.prompts is None and not self.data.held_out:
+            raise ValueError(
+                "there would be no prompt to evaluate on: evaluation.prompts is null, and"
+                " data.held_out 0; name a file of prompts, or hold some out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_a_graph(self) -> TrainConfig:
         if self.pipeline.cuda_graph and self.optimization.head_sample is not None:
             raise ValueError(

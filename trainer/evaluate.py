@@ -26,6 +26,7 @@ from trainer.speculate import Decoded, Limits, decode_plainly, decode_speculativ
 from trainer.telemetry import say
 
 if TYPE_CHECKING:
+    from trainer.resolve import Resolved
     from trainer.run import Run
 
 RESAMPLES = 2000
@@ -179,11 +180,13 @@ def load_prompts(
     return prompts
 
 
-def run_prompts(run: Run, evaluation: EvaluationConfig) -> list[list[int]]:
+def run_prompts(
+    resolved: Resolved, evaluation: EvaluationConfig, held_out: Iterable[Messages]
+) -> list[list[int]]:
     """What a run will be evaluated on. Asked for before its first step, so that nobody learns of a
-    file that is not there when the training is over."""
-    room = run.resolved.drafter.max_position_embeddings - evaluation.max_new_tokens
-    return load_prompts(evaluation, run.data.prompts(), ChatTemplate(run.resolved.tokenizer), room)
+    file that does not do when the training is over."""
+    room = resolved.drafter.max_position_embeddings - evaluation.max_new_tokens
+    return load_prompts(evaluation, held_out, ChatTemplate(resolved.tokenizer), room)
 
 
 def evaluate_run(

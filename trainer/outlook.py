@@ -1,7 +1,6 @@
 """What is known of a run before a weight is loaded: its folders, its device, who does what.
 
-`check`, and the process that becomes torchrun, need no more; what trains takes 2 s longer to
-import.
+`check`, and the process that becomes torchrun, need no more; what trains takes longer to import.
 """
 
 from __future__ import annotations

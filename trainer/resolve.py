@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM
 
 from trainer.config import TrainConfig
+from trainer.data.make import check_decoding
+from trainer.data.template import ChatTemplate
 from trainer.drafter.config import DrafterConfig, text_config
 from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
-from trainer.target import check_weight_files, load_hf_config, load_tokenizer
+from trainer.target import check_target, load_hf_config, load_tokenizer
 from trainer.warm_start import check_start
 
 
@@ -32,7 +33,7 @@ def resolve(config: TrainConfig) -> Resolved:
     """Raises ``ConfigError`` or ``TargetError`` with one message; reads no weights."""
     target = load_hf_config(config.target)
     tokenizer = load_tokenizer(config.target)
-    check_weight_files(config.target)
+    ChatTemplate(tokenizer).check(answers=bool(config.data.files))
     text = text_config(target)
     notes = []
     mask = config.drafter.mask_token_id
@@ -76,9 +77,19 @@ def resolve(config: TrainConfig) -> Resolved:
             " tokens of a row",
             next_step="lower data.anchors",
         )
+    evaluation = config.evaluation
+    if evaluation and evaluation.max_new_tokens >= drafter.max_position_embeddings:
+        raise ConfigError(
+            f"evaluation.max_new_tokens is {evaluation.max_new_tokens}, the target's"
+            f" max_position_embeddings {drafter.max_position_embeddings}: no prompt has room",
+            next_step="lower evaluation.max_new_tokens",
+        )
+    whole = check_target(config.target, target)
+    if config.data.make is not None:
+        check_decoding(config.data.make.response, whole)
     if config.drafter.start == "target":
         with torch.device("meta"):
-            check_start(Drafter(drafter), AutoModelForCausalLM.from_config(text))
+            check_start(Drafter(drafter), whole)
     return Resolved(config, target, tokenizer, drafter, notes)
 
 

@@ -25,6 +25,7 @@ from trainer.data.prepare import Prepared, feature_file, load_prepared, prepare
 from trainer.data.share import share_data
 from trainer.drafter import format as drafter_format
 from trainer.drafter.model import Drafter
+from trainer.errors import ResourceError
 from trainer.feature_cache import CachedTarget, Recall
 from trainer.head_loss import HeadLoss, fast_head_loss
 from trainer.objective import FrozenTarget
@@ -42,14 +43,8 @@ from trainer.pipeline.stages import DrafterStage, Executor, Job, TargetStage
 from trainer.replica import DrafterReplica
 from trainer.resolve import Resolved
 from trainer.sampled_head import SampledHeadLoss
-from trainer.target import (
-    TappedTarget,
-    check_taps,
-    compute_dtype,
-    frozen_weights,
-    load_frozen,
-    load_model,
-)
+from trainer.taps import TappedTarget, check_taps
+from trainer.target import compute_dtype, frozen_weights, load_frozen, load_model
 from trainer.telemetry import RunWriter, say
 from trainer.trackers import check_trackers, make_trackers
 from trainer.validation import held_out_batches
@@ -219,7 +214,13 @@ def open_run(resolved: Resolved) -> Opened:
     folder = run_folder(config)
     follows = place is not None and not place.leads
     check_trackers(config.report_to)
-    writer = RunWriter(folder / "ranks" / place.folder if place and follows else folder)
+    try:
+        writer = RunWriter(folder / "ranks" / place.folder if place and follows else folder)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write to the run's folder {folder}: {error.strerror}",
+            next_step="free disk space there, or name another folder by `folder`",
+        ) from None
     writer.claim()
     if not follows:
         settings = config.model_dump(mode="json")

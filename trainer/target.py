@@ -1,40 +1,42 @@
-"""The frozen target: any causal language model that transformers loads, tapped by module.
-
-A tap of layer ``id`` is ``hidden_states[id + 1]`` of the full model, exactly: the output of the
-0-based decoder layer ``id``, except that the last layer's is taken behind the final norm, because
-that is what transformers reports there and what every reader of the checkpoint will see.
-"""
+"""The frozen target: any causal language model that transformers loads. Where it is, what is in it,
+what can be known of it before a weight is read (``check_target``). ``taps.py`` runs it."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
+import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 
 from trainer import hub
 from trainer.config import TargetConfig
-from trainer.data.batch import Batch
 from trainer.drafter.config import text_config
 from trainer.errors import ResourceError, TargetError, first_line
-from trainer.graphs import Recorded
 from trainer.objective import FrozenTarget
 from trainer.packaged import PACKAGE, packaged_file
+from trainer.taps import OTHER_TARGET, decoder_layers
 
 GIVE_A_MODEL = "name the folder that `save_pretrained` wrote, or a .gguf file"
 COPY_AGAIN = "copy or download the model again"
 UNREADABLE = (OSError, ValueError, LookupError, struct.error)
 """What transformers and its reader of GGUF raise about files that are absent or cut short."""
-OTHER_TARGET = "choose another target; most causal language models of transformers will do"
+STATEFUL = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+"""Kinds of layers that read a row from left to right, whatever documents it holds."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def load_hf_config(target: TargetConfig) -> Any:
     """The target's transformers configuration; no weights are read."""
     source = locate(target.model)
     try:
-        return AutoConfig.from_pretrained(source.folder, **source.arguments())
+        config = AutoConfig.from_pretrained(source.folder, **source.arguments())
     except UNREADABLE as error:
         if source.silence:
             raise TargetError(
@@ -92,6 +94,12 @@ def load_hf_config(target: TargetConfig) -> Any:
             if source.gguf_file
             else "check the name, or download the model into a folder and name that",
         ) from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise TargetError(
+            f"target.model {target.model} is of type {config.model_type}, no causal language model",
+            next_step=OTHER_TARGET,
+        )
+    return config
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
@@ -107,10 +115,10 @@ def load_tokenizer(target: TargetConfig) -> Any:
     if target.chat_template:
         try:
             tokenizer.chat_template = target.chat_template.read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise TargetError(
-                f"target.chat_template: cannot read {target.chat_template}: {error.strerror}",
-                next_step="name a Jinja file, relative to the config file",
+                f"target.chat_template: cannot read {target.chat_template}: {first_line(error)}",
+                next_step="name a Jinja file in UTF-8, relative to the config file",
             ) from None
     return tokenizer
 
@@ -122,10 +130,49 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def check_target(target: TargetConfig, config: Any) -> Any:
+    """The whole target on the meta device. Raises ``TargetError`` for one that could not be loaded
+    here, or that no drafter can be trained for: of weights only headers are read, so that nobody
+    waits for data to be made before being told."""
+    check_weight_files(target)
+    source = locate(target.model)
+    if source.gguf_file is None and Path(source.folder).is_dir():
+        model = _from_pretrained(target, torch.device("meta"))
+    else:
+        # A GGUF file would be unpacked, a model of the hub fetched.
+        with torch.device("meta"), _told(target):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=target.attention)
+    stateful = STATEFUL.intersection(getattr(text_config(config), "layer_types", None) or ())
+    if stateful:
+        raise TargetError(
+            f"target.model {target.model} has layers of kind {', '.join(sorted(stateful))}, whose"
+            " state would pass from one document of a row to the next",
+            next_step=OTHER_TARGET,
+        )
+    try:
+        decoder_layers(model)
+        frozen_weights(model)
+    except TargetError as error:
+        what = f"target.model {target.model}: {error.what}"
+        raise TargetError(what, next_step=error.next_step) from None
+    return model
+
+
 def load_model(target: TargetConfig, device: torch.device) -> Any:
     """The whole target with its head, frozen, in evaluation mode."""
-    source = locate(target.model)
     try:
+        return freeze(_from_pretrained(target, device))
+    except torch.cuda.OutOfMemoryError as error:
+        raise ResourceError(
+            f"the target does not fit on {device}: {first_line(error)}",
+            next_step="`python -m trainer check` prints what it needs",
+        ) from None
+
+
+def _from_pretrained(target: TargetConfig, device: torch.device) -> Any:
+    source = locate(target.model)
+    meta = {"device_map": "meta"} if device.type == "meta" else {}
+    with _told(target):
         model, found = AutoModelForCausalLM.from_pretrained(
             source.folder,
             dtype=compute_dtype(target.dtype, device),
@@ -133,21 +180,31 @@ def load_model(target: TargetConfig, device: torch.device) -> Any:
             # Reported below, by name and with both shapes; transformers' own error has neither.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **meta,
             **source.arguments(),
         )
         refuse_holes(target.model, found)
-        model = model.to(device)
-    except torch.cuda.OutOfMemoryError as error:
-        raise ResourceError(
-            f"the target does not fit on {device}: {first_line(error)}",
-            next_step="`python -m trainer check` prints what it needs",
+        return model if meta else model.to(device)
+
+
+@contextmanager
+def _told(target: TargetConfig) -> Iterator[None]:
+    """transformers' errors as ours."""
+    try:
+        yield
+    except ImportError as error:
+        raise TargetError(
+            f"target.model {target.model} cannot be loaded here: {first_line(error)}",
+            next_step="install the package named above, or choose another target.attention or a"
+            " target that is not quantized",
         ) from None
-    except (*UNREADABLE, ImportError, SafetensorError) as error:
+    except (*UNREADABLE, SafetensorError) as error:
         raise TargetError(
             f"target.model {target.model}: its weights cannot be loaded: {first_line(error)}",
-            next_step=COPY_AGAIN + "; a missing package is named above",
+            next_step="state target.attention: eager"
+            if "attn_implementation" in str(error)
+            else COPY_AGAIN,
         ) from None
-    return freeze(model)
 
 
 def refuse_holes(name: str, found: dict[str, Any]) -> None:
@@ -167,8 +224,7 @@ def refuse_holes(name: str, found: dict[str, Any]) -> None:
 
 
 def check_weight_files(target: TargetConfig) -> None:
-    """Raise ``TargetError`` for a folder with a shard that is absent or cut short. Reads headers
-    only, so that nobody waits for data to be made before being told."""
+    """Raise ``TargetError`` for a folder with a shard that is absent or cut short, by its name."""
     source = locate(target.model)
     folder = Path(source.folder)
     if source.gguf_file is not None or not folder.is_dir():
@@ -180,45 +236,24 @@ def check_weight_files(target: TargetConfig) -> None:
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise TargetError(f"{index} cannot be read: {error}", next_step=COPY_AGAIN) from None
         files |= {folder / name for name in named}
-    for file in sorted(files):
+    for file in sorted(files or folder.glob("pytorch_model*.bin")):
         try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
+            if file.suffix == ".bin":
+                torch.load(file, map_location="meta", weights_only=True)
+            else:
+                with safe_open(file, framework="pt"):
+                    pass
+        except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+            # torch's first sentence; its second says to load what may run code.
+            why = first_line(error).partition(". ")[0]
             raise TargetError(
-                f"target.model: {file} is absent, damaged or cut short: {first_line(error)}",
+                f"target.model: {file} is absent, damaged or cut short: {why}",
                 next_step=COPY_AGAIN,
             ) from None
 
 
 def freeze(model: Any) -> Any:
     return model.eval().requires_grad_(False)
-
-
-def decoder_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
-    """(the decoder, its layers): found by structure, whatever they are called.
-
-    The decoder is the module that owns a list of as many layers as the text config says, outside
-    any vision or audio part (whose lists may have the same length, but not the widest weights:
-    the language model's decoder is where the input embedding lives).
-    """
-    text = text_config(model.config)
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    owners = [
-        (module, child)
-        for module in model.modules()
-        for child in module.children()
-        if isinstance(child, nn.ModuleList) and len(child) == text.num_hidden_layers
-        if any(part is embedding for part in module.modules())
-    ]
-    if not owners:
-        raise TargetError(
-            f"{type(model).__name__} has no list of {text.num_hidden_layers} decoder layers beside"
-            " its input embedding, so it cannot be tapped",
-            next_step=OTHER_TARGET,
-        )
-    # The innermost owner is the decoder itself; an outer one would be a wrapper.
-    return owners[-1]
 
 
 def frozen_weights(model: Any) -> FrozenTarget:
@@ -264,151 +299,6 @@ def _read_tensors(folder: Path, wanted: set[str]) -> dict[str, Tensor]:
             for name in wanted & set(tensors.keys()):
                 found[name] = tensors.get_tensor(name)
     return found
-
-
-class _Tap(nn.Module):
-    """A decoder layer that keeps its last output. Decoders read attributes of their layers (such
-    as ``attention_type``), so what is not found here is the layer's own."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.taken: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.layer(*args, **kwargs)
-        self.taken = output[0] if isinstance(output, tuple) else output
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-
-class TappedTarget:
-    """The target stage: features of a batch, in inference mode, stopped after the last tap.
-
-    The decoder is copied shallowly, with its layers up to the last tap: weights are shared with
-    ``model``, which stays whole for whoever holds it, and several stages may share one model in
-    several threads.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        layer_ids: Sequence[int],
-        device: torch.device,
-        *,
-        cuda_graph: bool = False,
-    ) -> None:
-        """``cuda_graph``: the forward pass as one graph, for rows of the first shape asked for."""
-        decoder, layers = decoder_layers(model)
-        self.device = device
-        self._graph = FeatureGraph(self) if cuda_graph else None
-        self.layer_ids = tuple(layer_ids)
-        self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.feature_width = len(layer_ids) * text_config(model.config).hidden_size
-        self._last = len(layers) - 1
-        kept: list[nn.Module] = list(layers[: max(layer_ids) + 1])
-        self._taps = {i: _Tap(kept[i]) for i in set(layer_ids) - {self._last}}
-        for layer_id, tap in self._taps.items():
-            kept[layer_id] = tap
-        self._decoder = copy.copy(decoder)
-        self._decoder._modules = {
-            name: nn.ModuleList(kept) if child is layers else child
-            for name, child in decoder._modules.items()
-        }
-
-    def features(self, batch: Batch, out: Tensor | None = None) -> Tensor:
-        """[b, S, K·H]; see ``TargetStage``. Documents do not see each other: transformers builds
-        its block-diagonal mask from position ids that restart, given no other mask."""
-        tokens = batch.tokens.to(self.device, non_blocking=True)
-        position = batch.position.to(self.device, non_blocking=True)
-        return self.tap(tokens, position, out)
-
-    def tap(self, tokens: Tensor, position: Tensor, out: Tensor | None = None) -> Tensor:
-        """Features of ``tokens`` i64 [b, S] at ``position`` i64 [b, S]."""
-        if out is None:
-            # Made outside inference mode: autograd refuses to save inference tensors.
-            out = torch.empty(
-                (*tokens.shape, self.feature_width), dtype=self.dtype, device=self.device
-            )
-        if self._graph is not None and self._graph.takes(tokens):
-            self._graph.run(tokens, position, out)
-        else:
-            self.run(tokens, position, out)
-        return out
-
-    def run(self, tokens: Tensor, position: Tensor, out: Tensor) -> None:
-        """The forward pass itself, into ``out``."""
-        width = self.feature_width // len(self.layer_ids)
-        with torch.inference_mode():
-            result = self._decoder(input_ids=tokens, position_ids=position, use_cache=False)
-            for index, layer_id in enumerate(self.layer_ids):
-                tap = self._taps.get(layer_id)
-                taken = result.last_hidden_state if tap is None else tap.taken
-                assert taken is not None
-                part = out[..., index * width : (index + 1) * width]
-                part.copy_(taken, non_blocking=True)
-                if tap is not None:
-                    tap.taken = None
-
-
-class FeatureGraph:
-    """A target's forward pass as a graph, with the tensors that it reads and writes.
-
-    Thirty layers of 576 cost 3 ms of computing and four times that in launches, which in threads
-    hold the interpreter that the drafters need too."""
-
-    def __init__(self, target: TappedTarget) -> None:
-        self._target = target
-        self._tokens: Tensor | None = None
-        self._recorded: Recorded[None] = Recorded(self._run, target.device)
-
-    def takes(self, tokens: Tensor) -> bool:
-        """A cache of features asks for parts of a batch too: of other shapes, as they come."""
-        return self._tokens is None or self._tokens.shape == tokens.shape
-
-    def run(self, tokens: Tensor, position: Tensor, out: Tensor) -> None:
-        if self._tokens is None:
-            self._tokens, self._position = tokens.clone(), position.clone()
-            self._out = torch.empty(out.shape, dtype=out.dtype, device=self._target.device)
-        else:
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._position.copy_(position, non_blocking=True)
-        self._recorded()
-        out.copy_(self._out, non_blocking=True)
-
-    def _run(self) -> None:
-        assert self._tokens is not None
-        self._target.run(self._tokens, self._position, self._out)
-
-
-def check_taps(model: Any, layer_ids: Sequence[int]) -> None:
-    """Raise ``TargetError`` unless hooks see exactly what transformers reports as hidden states.
-
-    A tap one layer off trains to an acceptance that looks perfect and is not; eight tokens prove
-    the contrary before anything is trained. The model must be whole.
-    """
-    device = next(model.parameters()).device
-    text = text_config(model.config)
-    tokens = (torch.arange(8, device=device) % text.vocab_size)[None]
-    position = torch.arange(8, device=device)[None]
-    decoder, _ = decoder_layers(model)
-    with torch.inference_mode():
-        result = decoder(
-            input_ids=tokens, position_ids=position, output_hidden_states=True, use_cache=False
-        )
-    seen = TappedTarget(model, layer_ids, device).tap(tokens, position).chunk(len(layer_ids), -1)
-    for layer_id, found in zip(layer_ids, seen, strict=True):
-        if not torch.equal(found, result.hidden_states[layer_id + 1]):
-            raise TargetError(
-                f"{type(model).__name__}: the output of layer {layer_id} is not"
-                f" hidden_states[{layer_id + 1}]; this architecture cannot be tapped",
-                next_step=OTHER_TARGET,
-            )
 
 
 def cache_argument(model: Any) -> str:

@@ -30,9 +30,13 @@ def train(config: TrainConfig) -> int:
         opened = open_run(resolve(config))
         event = opened.writer.event
         try:
+            wanted = config.evaluation if opened.leads else None
+            if wanted is not None and wanted.prompts is not None:
+                # Before data is made, perhaps for hours.
+                run_prompts(opened.resolved, wanted, ())
             run = prepare_run(opened)
-            wanted = config.evaluation if run.leads else None
-            prompts = [] if wanted is None else run_prompts(run, wanted)
+            held_out = run.data.prompts()
+            prompts = [] if wanted is None else run_prompts(run.resolved, wanted, held_out)
             loop(run, signals)
             if wanted is not None:
                 evaluate_run(run, wanted, prompts)

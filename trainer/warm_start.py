@@ -14,7 +14,7 @@ import torch
 
 from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
-from trainer.target import decoder_layers
+from trainer.taps import decoder_layers
 
 
 def copied_names(drafter: Drafter) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.data.store import Samples
 from trainer.drafter.config import DrafterConfig
 from trainer.objective import FrozenTarget
-from trainer.target import TappedTarget
+from trainer.taps import TappedTarget
 
 ROWS, LENGTH, ANCHORS, RATE = 48, 384, 32, 1e-3
 SAMPLES = 9_833

@@ -51,7 +51,7 @@ from trainer.pipeline.stages import Sums
 from trainer.resolve import Resolved, resolve
 from trainer.run import Run, Targets, make_data, make_executor, open_run, prepare_run
 from trainer.speculate import Limits, decode_speculatively
-from trainer.target import TappedTarget
+from trainer.taps import TappedTarget
 
 
 def print_config(options: argparse.Namespace) -> None:

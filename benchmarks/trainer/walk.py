@@ -19,7 +19,7 @@ from trainer.drafter.dflash2 import Candidates
 from trainer.drafter.mask import masks_for
 from trainer.drafter.model import Drafter
 from trainer.objective import DrafterLoss, FrozenTarget, ObjectiveConfig, accepted
-from trainer.target import TappedTarget
+from trainer.taps import TappedTarget
 
 
 @torch.no_grad()

@@ -28,7 +28,8 @@ from trainer.pipeline.costs import TargetShape, Work
 from trainer.pipeline.stages import DrafterStage, Job, TargetStage
 from trainer.replica import DrafterReplica
 from trainer.sharded import ShardedDrafter
-from trainer.target import TappedTarget, compute_dtype, freeze
+from trainer.taps import TappedTarget
+from trainer.target import compute_dtype, freeze
 
 
 @dataclass(frozen=True)

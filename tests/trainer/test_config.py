@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_target import make_home, make_tokenizer, run_config, save_target
-from transformers import FalconConfig, GPT2Config, LlamaConfig
+from tiny_target import make_home, make_tokenizer, run_config, save_target, write_chats
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig
 
 from trainer.__main__ import main
 from trainer.config import load_config, parse_config
@@ -26,6 +26,7 @@ def make_prompts(path: str) -> dict[str, Any]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("config")
     save_target(folder / "target", "qwen3")
+    write_chats(folder / "chats.jsonl", 3)
     return folder
 
 
@@ -100,7 +101,8 @@ def test_a_target_of_another_build_is_told_apart_by_what_it_lacks(
 
 
 def test_what_the_target_does_not_state_the_config_may(tmp_path: Path) -> None:
-    FalconConfig(**FEW, alibi=False).save_pretrained(tmp_path / "target")
+    falcon = AutoModelForCausalLM.from_config(FalconConfig(**FEW, alibi=False))
+    falcon.save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
     tree = run_config(tmp_path, drafter={"intermediate_size": 48})
     drafter = resolve(parse_config(tree, source="c.yaml", base=tmp_path)).drafter
@@ -218,7 +220,10 @@ def test_data_without_a_line_is_no_good_data(
         ({"evaluation": {"prompts": "gone.jsonl"}}, 2, "no data file"),
         ({"evaluation": {}, "data": {"held_out": 0.0}}, 2, "no prompt to evaluate on"),
         ({"evaluation": {"max_new_tokens": 300}}, 2, "evaluation.max_new_tokens"),
+        ({"evaluation": {"prompts": "empty.jsonl"}}, 2, "no prompt to evaluate on"),
         ({"data": {"files": ["gone.jsonl"]}}, 2, "no data file"),
+        ({"data": {"folder": __file__}}, 2, "is a file"),
+        ({"folder": "/proc/run"}, 4, "cannot write to the run's folder"),
         ({"data": {"make": make_prompts("gone.jsonl")}}, 2, "no data file"),
         ({"optimization": {"rows": 10**7}}, 4, "would need about"),
     ],
@@ -231,10 +236,37 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(
     says: str,
 ) -> None:
     make_home(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(run_config(tmp_path, **changes)))
     assert main(["train", str(path)]) == code
     caught = capsys.readouterr()
     assert says in caught.err
     assert "step " not in caught.out
-    assert not (tmp_path / "run" / "data" / "prompts-0.jsonl").exists()
+    assert not (tmp_path / "run" / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (b"{% for m in messages %}", "the chat template is no valid Jinja"),
+        (b"\xff", "target.chat_template: cannot read"),
+        (b"{{ messages | length }}", "has no {% generation %} markers and rewrites"),
+        (b"{% generation %}{% endgeneration %}hi", "markers surround no answer"),
+    ],
+)
+def test_a_template_that_shows_no_answer_is_refused_before_a_line_is_read(
+    home: Path, template: bytes, says: str
+) -> None:
+    path = home / "odd.jinja"
+    path.write_bytes(template)
+    assert says in message(home, target={"chat_template": str(path)})
+
+
+def test_check_names_a_data_file_that_is_not_there(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = home / "gone.yaml"
+    path.write_text(yaml.safe_dump(run_config(home, data={"files": ["gone.jsonl"]})))
+    assert main(["check", str(path)]) == 2
+    assert "no data file" in capsys.readouterr().err

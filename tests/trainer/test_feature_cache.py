@@ -16,7 +16,7 @@ from trainer.data.batch import Batch
 from trainer.data.pack import PackedBatches
 from trainer.data.template import Encoded
 from trainer.feature_cache import CachedTarget
-from trainer.target import TappedTarget
+from trainer.taps import TappedTarget
 
 pytestmark = pytest.mark.torch
 

@@ -19,7 +19,7 @@ from trainer.data.pack import PackedBatches
 from trainer.data.prepare import feature_file, load_prepared, prepare
 from trainer.data.settings import MakeConfig
 from trainer.errors import DataError
-from trainer.target import TappedTarget
+from trainer.taps import TappedTarget
 
 pytestmark = pytest.mark.torch
 OTHER_KINDS = ("llama", "mistral")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,21 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_target import CONFIGS, make_model, save_target
+from tiny_target import CONFIGS, SHAPE, make_model, save_target
+from transformers import AutoModelForCausalLM, PhiConfig, Qwen3NextConfig, ViTConfig
 
-from trainer import target
+from trainer import taps
 from trainer.config import TargetConfig
 from trainer.data.batch import Batch
 from trainer.errors import DataError, TargetError
-from trainer.target import (
-    TappedTarget,
-    check_taps,
-    check_weight_files,
-    decoder_layers,
-    load_frozen,
-    load_hf_config,
-    load_model,
-)
+from trainer.taps import TappedTarget, check_taps, decoder_layers
+from trainer.target import check_target, check_weight_files, load_frozen, load_hf_config, load_model
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -119,7 +114,7 @@ def test_a_tap_one_layer_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
     model = make_model("llama")
     check_taps(model, [2])
-    monkeypatch.setattr(target, "TappedTarget", OneOff)
+    monkeypatch.setattr(taps, "TappedTarget", OneOff)
     with pytest.raises(TargetError, match=r"hidden_states\[3\]"):
         check_taps(model, [2])
 
@@ -167,10 +162,23 @@ def with_a_narrower_tensor(file: Path) -> None:
     save_file({**tensors, name: tensors[name][:10]}, file, metadata={"format": "pt"})
 
 
+def as_a_page(file: Path) -> None:
+    file.rename(file.with_name("pytorch_model.bin")).write_bytes(b"<html>")
+
+
+def as_a_cut_archive(file: Path) -> None:
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+    cut_short(file.with_name("pytorch_model.bin"))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (cut_short, "model.safetensors is absent, damaged or cut short"),
+        (Path.unlink, "no file named model.safetensors"),
+        (as_a_page, "pytorch_model.bin is absent, damaged or cut short"),
+        (as_a_cut_archive, "pytorch_model.bin is absent, damaged or cut short"),
         (without_a_tensor, "no tensor model.layers.2.mlp.up_proj.weight"),
         (
             with_a_narrower_tensor,
@@ -178,7 +186,7 @@ def with_a_narrower_tensor(file: Path) -> None:
         ),
     ],
 )
-def test_weights_that_are_damaged_or_not_those_of_the_config_are_named(
+def test_weights_that_are_damaged_or_not_those_of_the_config_are_named_before_they_are_loaded(
     tmp_path: Path, damage: Callable[[Path], None], says: str
 ) -> None:
     """transformers itself would fill the hole with noise, and only warn."""
@@ -186,9 +194,71 @@ def test_weights_that_are_damaged_or_not_those_of_the_config_are_named(
     damage(folder / "model.safetensors")
     target = TargetConfig(model=str(folder))
     with pytest.raises(TargetError) as caught:
-        check_weight_files(target)
-        load_model(target, CPU)
+        check_target(target, load_hf_config(target))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_target_that_can_be_trained_passes_without_a_weight_being_read(
+    tmp_path: Path, kind: str
+) -> None:
+    implementation = make_model(kind).config._attn_implementation
+    folder = str(save_target(tmp_path / "t", kind))
+    target = TargetConfig(model=folder, attention=implementation)
+    whole = check_target(target, load_hf_config(target))
+    assert {parameter.device.type for parameter in whole.parameters()} == {"meta"}
+
+
+def without(shape: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in shape.items() if key != name}
+
+
+UNTRAINABLE = {
+    "biased output head": PhiConfig(**without(SHAPE, "head_dim")),
+    "linear_attention, whose state would pass": Qwen3NextConfig(
+        **SHAPE,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    ),
+}
+
+
+@pytest.mark.parametrize("says", UNTRAINABLE)
+def test_a_target_that_no_drafter_can_be_trained_for_is_refused(tmp_path: Path, says: str) -> None:
+    AutoModelForCausalLM.from_config(UNTRAINABLE[says]).save_pretrained(tmp_path)
+    target = TargetConfig(model=str(tmp_path))
+    with pytest.raises(TargetError, match=says) as caught:
+        check_target(target, load_hf_config(target))
+    assert caught.value.next_step.startswith("choose another target")
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path: Path) -> None:
+    ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match="of type vit, no causal language model"):
+        load_hf_config(TargetConfig(model=str(tmp_path)))
+
+
+def test_a_target_without_the_attention_asked_for_is_refused_by_field(tmp_path: Path) -> None:
+    target = TargetConfig(model=str(save_target(tmp_path, "gemma2")))
+    with pytest.raises(TargetError, match="scaled_dot_product_attention") as caught:
+        check_target(target, load_hf_config(target))
+    assert caught.value.next_step == "state target.attention: eager"
+
+
+def test_a_package_that_the_target_needs_is_named_before_it_is_loaded(tmp_path: Path) -> None:
+    config = save_target(tmp_path) / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"quantization_config": {"quant_method": "awq"}}))
+    target = TargetConfig(model=str(tmp_path))
+    with pytest.raises(TargetError, match="cannot be loaded here") as caught:
+        check_target(target, load_hf_config(target))
+    assert "install the package named above" in caught.value.next_step
 
 
 def test_a_shard_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from walk import yields  # noqa: E402
 from trainer.drafter.config import FULL, SLIDING, Dflash2Config, DrafterConfig  # noqa: E402
 from trainer.drafter.decoding import DraftSession  # noqa: E402
 from trainer.speculate import Limits, decode_speculatively  # noqa: E402
-from trainer.target import TappedTarget, frozen_weights  # noqa: E402
+from trainer.taps import TappedTarget  # noqa: E402
+from trainer.target import frozen_weights  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -14,7 +14,7 @@ from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
 from trainer.resolve import resolve
 from trainer.run import open_run, prepare_run
-from trainer.target import decoder_layers
+from trainer.taps import decoder_layers
 from trainer.warm_start import check_start, start_from_target
 
 pytestmark = pytest.mark.torch

@@ -22,7 +22,8 @@ from trainer.pipeline.split import Device
 from trainer.pipeline.stages import DrafterStage, Job, MakeSharded, TargetStage
 from trainer.replica import DrafterReplica
 from trainer.sharded import ShardedDrafter
-from trainer.target import TappedTarget, freeze, frozen_weights
+from trainer.taps import TappedTarget
+from trainer.target import freeze, frozen_weights
 
 ROWS, LENGTH, ANCHORS, BLOCK, VOCABULARY = 2, 24, 4, 4, 48
 

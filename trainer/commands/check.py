@@ -5,9 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 
 from trainer.config import load_config
-from trainer.outlook import plan_run, refuse_too_little, run_folder
+from trainer.data.prepare import check_sources, load_prepared
+from trainer.outlook import data_folder, plan_run, refuse_too_little, run_folder
 from trainer.resolve import Resolved, resolve
 from trainer.telemetry import say
+from trainer.trackers import check_trackers
 
 
 def check(options: Namespace) -> int:
@@ -15,6 +17,10 @@ def check(options: Namespace) -> int:
     resolved = resolve(load_config(options.config))
     for line in describe(resolved):
         say(line)
+    folder = data_folder(resolved.config, run_folder(resolved.config))
+    if load_prepared(resolved.config, folder) is None:
+        check_sources(resolved.config)
+    check_trackers(resolved.config.report_to)
     plan = plan_run(resolved)
     say(plan.table())
     refuse_too_little(plan)

@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 from trainer.evaluate import evaluate_prompts, load_prompts, summarize, table, write_report
 from trainer.outlook import default_device
 from trainer.speculate import Limits
-from trainer.target import frozen_weights, load_hf_config, load_model, load_tokenizer
+from trainer.target import check_target, frozen_weights, load_hf_config, load_model, load_tokenizer
 from trainer.telemetry import say
 
 
@@ -40,12 +40,14 @@ def evaluate(options: Namespace) -> int:
             f"{options.checkpoint} does not say which target it was trained for",
             next_step="name it by --target",
         )
-    misfits = config.misfits(load_hf_config(target))
+    hf_config = load_hf_config(target)
+    misfits = config.misfits(hf_config)
     if misfits:
         raise ConfigError(
             f"this drafter does not fit {target.model}: {'; '.join(misfits)}",
             next_step="name the target that it was trained for by --target",
         )
+    check_target(target, hf_config)
     device = default_device()
     wanted = EvaluationConfig(
         prompts=options.prompts, count=options.count, max_new_tokens=options.max_new_tokens

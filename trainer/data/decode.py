@@ -110,6 +110,16 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
 
+def refuse_other_layers(model: Any) -> None:
+    """Raise ``TargetError`` for a target whose cache is more than keys and values."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise TargetError(
+            f"a target with layers of kind {', '.join(sorted(kinds))} cannot make data here",
+            next_step="make the responses with a server, and give them by data.files",
+        )
+
+
 class BatchDecoder:
     """Decodes requests ``batch`` at a time. The model is whole, with its head."""
 
@@ -122,12 +132,7 @@ class BatchDecoder:
         layer_ids: tuple[int, ...] | None = None,
     ) -> None:
         """``layer_ids``: also keep the outputs of these layers."""
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-        if kinds - {"full_attention", "sliding_attention"}:
-            raise TargetError(
-                f"a target with layers of kind {', '.join(sorted(kinds))} cannot make data here",
-                next_step="make the responses with a server, and give them by data.files",
-            )
+        refuse_other_layers(model)
         self.model = model
         self.device: torch.device = model.device
         self.layers: int = model.config.get_text_config().num_hidden_layers

@@ -15,7 +15,10 @@ from trainer.data.store import Samples, open_labels
 
 def relabel(folders: Sequence[Path], model: Any, say: Say, length: int) -> None:
     """The target's first choice at each place, given the sample's own tokens before it. What lies
-    beyond a row's ``length`` is never asked for, and the logits of a book would fit nowhere."""
+    beyond a row's ``length`` is never asked for, and the logits of a book would fit nowhere.
+
+    One sample at a time: in padded batches of eight, 2.5 % of the labels of SmolLM2-135M in
+    bfloat16 were others (rounding decides near ties), and a CPU was no faster."""
     parts = [(Samples.load(folder), open_labels(folder)) for folder in folders]
     progress = Progress("labels", sum(len(samples) for samples, _ in parts), say)
     done = tokens = 0

@@ -20,7 +20,7 @@ from trainer.data.conversation import (
     is_held_out,
     read_conversations,
 )
-from trainer.data.decode import BatchDecoder, Request
+from trainer.data.decode import BatchDecoder, Request, refuse_other_layers
 from trainer.data.features import NONE, FeatureFile
 from trainer.data.settings import FilePrompts, MakeConfig, ResponseConfig, SelfPrompts
 from trainer.data.template import ChatTemplate, stop_tokens
@@ -299,6 +299,16 @@ class Maker:
 
             return SlotDecoder(self.model, stop, pad, settings.batch)
         return BatchDecoder(self.model, stop, pad, settings.batch, layer_ids)
+
+
+def check_decoding(settings: ResponseConfig, model: Any) -> None:
+    """Raise ``TargetError`` for a target that cannot decode as asked. Works on the meta device."""
+    if settings.fixed_slots:
+        from trainer.data.slots import refuse_unfit
+
+        refuse_unfit(model)
+    else:
+        refuse_other_layers(model)
 
 
 def _deadline(seconds: float | None) -> float | None:

@@ -100,6 +100,10 @@ def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except NotADirectoryError:
+        raise DataError(
+            f"data.folder {folder} is a file", next_step="name a folder, there or to be made"
+        ) from None
     except (OSError, ValueError) as error:
         raise DataError(
             f"cannot read {folder / REPORT}: {error}",

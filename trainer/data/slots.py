@@ -26,7 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trainer.data.decode import Completion, GrowingLayer, Request, alike, nucleus
 from trainer.errors import TargetError
 from trainer.graphs import Recorded
-from trainer.target import cache_argument, decoder_layers
+from trainer.taps import decoder_layers
+from trainer.target import cache_argument
 
 ATTENTION = "dflash_slots"
 LOOK_EVERY = 8

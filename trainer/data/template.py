@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from trainer.data.conversation import Messages
 from trainer.errors import DataError
@@ -52,6 +52,22 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.has_markers = MARKER.search(str(tokenizer.chat_template)) is not None
+
+    def check(self, *, answers: bool) -> None:
+        """Raise ``DataError`` for a template that can encode no prompt, or (``answers``) no
+        conversation."""
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+        try:
+            if not answers:
+                self.prompt(turns[:1])
+            elif not self.encode(turns).supervised.any():
+                raise DataError(
+                    "the chat template's {% generation %} markers surround no answer",
+                    next_step="mend them, or give another template by target.chat_template",
+                )
+        except RefusedError:
+            # It may take others: each conversation is judged by itself.
+            pass
 
     def prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant begins."""
@@ -163,6 +179,11 @@ class ChatTemplate:
     def _apply(self, messages: Messages, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template is no valid Jinja: {error.message}, in line {error.lineno}",
+                next_step="mend it, or give another by target.chat_template",
+            ) from None
         except TemplateError as error:
             raise RefusedError(
                 f"the chat template refuses the conversation: {error}",
