@@ -6,7 +6,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
 
+import pytest
 from hypothesis import settings
 
 # A shell's background job starts with SIGINT ignored, and so would every process under test.
@@ -14,11 +16,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # `make test-fast` asks for it.
 settings.register_profile("fast", max_examples=25)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Torch's and the tests' own modules are 400,000 objects that stay: looked through again and again,
-# they cost each test process 1.5 s.
-gc.disable()
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Torch's and the tests' own modules are 400,000 objects that stay: looked through again and
+    again, they cost each test process 1.5 s."""
+    gc.disable()
+    found = yield
     gc.freeze()
     gc.enable()
+    return found
