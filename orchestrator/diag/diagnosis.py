@@ -6,12 +6,15 @@ from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding, Report
 from orchestrator.diag.ranking import ranked
 from orchestrator.diag.rules import RULES
+from orchestrator.diag.rules.library import raised
 from orchestrator.diag.rules.python import refused, unknown
 
 
 def diagnose(evidence: Evidence) -> Report:
     """Findings with the root cause first; ``Report.healthy`` if none is fatal or a warning."""
     found: list[Finding] = [finding for rule in RULES for finding in rule(evidence)]
+    if {f.code for f in found if f.severity != "info"} == {"code.error"}:
+        found += raised(evidence)
     # An interruption in good order is no fault, but it is how the run ended.
     named = any(
         f.severity == "fatal" or (f.code == "run.interrupted" and f.severity != "info")

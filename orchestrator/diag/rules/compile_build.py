@@ -25,7 +25,8 @@ BACKEND = (
     r"fatal error: Python\.h: No such file",
     r"cannot find -lcuda|/usr/bin/ld: cannot find",
     r"SubprocException|Triton compilation failed",
-    r"Error building extension '[^']+'",  # torch.utils.cpp_extension
+    # torch.utils.cpp_extension
+    r"Error building extension '[^']+'|/torch_extensions/\S+\.so: cannot open shared object",
     r"A compilation subprocess exited unexpectedly|Attempting to use a closed pool",
     r"(?:gcc|g\+\+|cc|clang|nvcc|c\+\+)['\"]?[, ][^\n]*returned non-zero exit status",
     r"(?:fatal error|error): [^\n]*cuda\.h[^\n]*No such file|"
@@ -73,9 +74,9 @@ def backend_failed(e: Evidence) -> Iterator[Finding]:
     ):
         return  # the cache rule's
     title = "the compiler behind torch.compile failed"
-    extension = re.search(r"Error building extension '([^']+)'", around)
+    extension = re.search(r"Error building extension '([^']+)'|/torch_\S+/(\w+)\.so: c", around)
     if extension is not None:
-        yield _extension(e, extension[1], hits)
+        yield _extension(e, extension[1] or extension[2], hits)
         return
     advice = "TORCHDYNAMO_VERBOSE=1 TORCH_LOGS=+inductor python …   # the whole story\n"
     if re.search(r"C compiler|Cxx|CppCompile|gcc|g\+\+|Python\.h|-lcuda", around):

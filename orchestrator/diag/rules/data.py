@@ -295,7 +295,7 @@ def tokenizer(e: Evidence) -> Iterator[Finding]:
         for h in e.search(*TOKENIZER)
         if not e.recovered(h.line)
         and not re.search(
-            r"Special tokens have been added|FutureWarning|fine-tuned|"
+            r"Special tokens have been added|FutureWarning|fine-tuned|you may observe unexpected|"
             r"longer than the specified maximum",
             h.line.text,
         )

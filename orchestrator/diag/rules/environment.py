@@ -35,6 +35,7 @@ VERSION = (
     r"has (?:been )?(?:detected|found) (?:an )?incompatible|_STATUS_\w*VERSION_MISMATCH\b",
     r"requires a different Python|python_requires|Python 3\.\d+ (?:or (?:newer|later)|is required)",
     r"magic number in .*\.pyc|bad magic number",
+    r"Failed to import \S+ because of the following error",  # transformers
     r"Dataset scripts are no longer supported",  # datasets 4
     r"cuDNN version incompatibility|CUDAMismatchException|CUDA VERSION MISMATCH|"
     r"The detected CUDA version \(\S+\) mismatches",
@@ -58,7 +59,9 @@ def missing_module(e: Evidence) -> Iterator[Finding]:
         if f.name == "ModuleNotFoundError"
         or (f.name in ("ImportError", "OSError") and "cannot open shared object" in f.message)
     ]
-    failures = [f for f in failures if not re.search(r"libcuda\.so|libnvidia-ml", f.message)]
+    # An extension that its own build did not leave is the compiler's.
+    others = r"libcuda\.so|libnvidia-ml|/torch_extensions/"
+    failures = [f for f in failures if not re.search(others, f.message)]
     hits: list[Failure | Hit] = [f for f in failures if not f.inner or f.root is f]
     hits += [
         h

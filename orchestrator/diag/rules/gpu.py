@@ -16,12 +16,14 @@ OOM = (
     r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
     r"(?:CUBLAS|CUSPARSE|CUSOLVER|CUDNN)_STATUS_ALLOC_FAILED",
     r"Cuda failure (?:2 )?'out of memory'",
-    r"No available memory for the cache blocks",  # vLLM
+    # vLLM
+    r"No available memory for the cache blocks|number of tokens that can be stored in KV cache",
     # Asked of NVML only to tell of an allocation that failed.
     r"NVML_SUCCESS == \w+ INTERNAL ASSERT FAILED at \S*CUDACachingAllocator",
     r"RESOURCE_EXHAUSTED: Out of memory|std::bad_alloc: .*out_of_memory: CUDA",
 )
 _NO_ALLOCATOR = re.compile(r"(?:Value|Key|Type|Name|Index|Attribute|Assertion|Syntax)Error")
+_VLLM = re.compile(r"cache blocks|KV cache")
 _TRITON = re.compile(r"out of resource|Hardware limit|No valid triton configs|choice ")
 ILLEGAL = (
     r"an illegal memory access was encountered|cudaErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -112,7 +114,7 @@ def out_of_memory(e: Evidence) -> Iterator[Finding]:
     hits = [h for h in e.search(*OOM) if not _TRITON.search(h.line.text)]
     # Quoted by an exception of a type that no allocator raises.
     quoted = {f.line for f in e.failures if f.headed and _NO_ALLOCATOR.fullmatch(f.name)}
-    hits = [h for h in hits if h.line not in quoted or "cache blocks" in h.line.text]
+    hits = [h for h in hits if h.line not in quoted or _VLLM.search(h.line.text)]
     if not hits:
         return
     first = next((h.line for h in hits if "Tried to allocate" in h.line.text), hits[0].line)

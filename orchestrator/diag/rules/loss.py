@@ -21,7 +21,8 @@ NAN_WORDS = (
     r"norm|logits)\b(?! ?(?:check|clip|guard|=|:))",
     r"is non-finite, so it cannot be clipped",
     r"returned nan values in its \d+th output",
-    r"FloatingPointError|Loss is (?:NaN|nan|inf)|NaN (?:or Inf )?(?:found|detected|encountered)",
+    r"FloatingPointError|Loss is (?:NaN|nan|inf)|NaN (?:or Inf |values? )?(?:found|detected|"
+    r"encountered)",
     r"[Nn]umber of nan iterations: +[1-9]",
     r"loss scale already at minimum",
     r'"event": ?"nonfinite"',

@@ -27,6 +27,7 @@ LOAD = (
     r"Unrecognized model in|Should have a `?model_type`? key",
     r"Repo id must (?:be in the form|use alphanumeric)|HFValidationError|"
     r"Incorrect path_or_model_id",
+    r"safetensors archive passed at [^\n]*does not contain the valid metadata",
     r"Consistency check failed: file should be of size",  # huggingface_hub
     r"Unable to load weights from (?:pytorch )?checkpoint file|Can't load (?:the )?(?:model|"
     r"configuration|config|weights)",

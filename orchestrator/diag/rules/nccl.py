@@ -34,7 +34,8 @@ INIT = (
     r"Duplicate GPU detected",
     r"Bootstrap ?: no socket interface found|no (?:usable |suitable )?(?:socket |"
     r"network )?interface found",
-    r"NCCL WARN (?:NET|Bootstrap|Could not find|Failed to find|Cuda failure|Invalid)[^\n]*",
+    r"NCCL WARN (?:Error ?:|NET|Bootstrap|Could not find|Failed to find|Cuda failure|"
+    r"Invalid)[^\n]*",
     r"(?:socketStartConnect|ncclSocket(?:Connect|PollConnect)|Net ?:? ?[Cc]onnect(?:ion)?)[^\n]*"
     r"(?:failed|refused|No route|timed out|unreachable)",
     r"NCCL WARN (?:socket|Connect|Call to connect|Timeout waiting)[^\n]*(?:failed|refused|"

@@ -38,7 +38,7 @@ LOOK_AT = {
 def code_error(e: Evidence) -> Iterator[Finding]:
     """An uncaught exception: the first in time of the last attempt, its innermost frame outside of
     libraries. One that was caught and survived, or printed after the end, is none."""
-    for failure in _uncaught(e)[:1]:
+    for failure in uncaught(e)[:1]:
         frame = failure.user_frame
         where = f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
         said = failure.message.splitlines()[0][:160] if failure.message else ""
@@ -65,7 +65,7 @@ def code_error(e: Evidence) -> Iterator[Finding]:
         )
 
 
-def _uncaught(e: Evidence) -> list[Failure]:
+def uncaught(e: Evidence) -> list[Failure]:
     """Of the last attempt; of those before it only if that one has none."""
     candidates = [
         f
@@ -87,7 +87,7 @@ def usage_error(e: Evidence) -> Iterator[Finding]:
     """Without a traceback: the file does not parse, or argparse, click or hydra refuses the
     arguments."""
     usage = e.unrecovered(*USAGE, probes=False)
-    if not usage or e.outcome.state == "running" or _uncaught(e):
+    if not usage or e.outcome.state == "running" or uncaught(e):
         return
     unread = [h for h in usage if re.search(_UNREAD, h.line.text)]
     if unread:

@@ -44,7 +44,7 @@ HANGUP = (
 )
 STOPPED = (
     r"^\^C|\^CTraceback|^\s*\^C\s*$",
-    r"^KeyboardInterrupt\b",
+    r"^KeyboardInterrupt\b|Detected KeyboardInterrupt, attempting graceful shutdown",
     r"Received (?:2|Signals\.SIGINT|SIGINT) death signal",
     r"closing signal SIGINT",
     r"got signal: 2\b",
