@@ -139,12 +139,12 @@ def pull(
         Path | None, typer.Option("--to", help="Where to; default: ./RUN.", show_default=False)
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", "-a", help="Every checkpoint, not only newest and best.")
+        bool, typer.Option("--all", "-a", help="Every checkpoint, and the target's kept features.")
     ] = False,
     inventory: InventoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch a run's logs, records, newest and best checkpoint, verified; goes on after a cut.
+    """Fetch a run's logs, records, data, newest and best checkpoint, verified; goes on after a cut.
 
     A second pull fetches only what changed. A folder that it makes ignores itself (.gitignore), so
     that the next launch or commit does not take it along; a .gitignore of what is pulled stays out.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import TransferError
-from orchestrator.transfer import check_path, link_stays_inside, place
+from orchestrator.transfer import Wanted, check_path, link_stays_inside, place
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "..", "", "a\0b", "a/.."])
@@ -52,3 +52,13 @@ def test_whatever_is_accepted_lies_below(path: str) -> None:
 )
 def test_links_that_point_outside_are_known(path: str, target: str, stays: bool) -> None:
     assert link_stays_inside(path, target) is stays
+
+
+def test_what_the_trainer_keeps_for_itself_stays_in_the_container() -> None:
+    from trainer.data.features import DATA, DESCRIPTION
+
+    kept = {f"data/{DATA}", f"data/{DESCRIPTION}"}
+    others = {"train.log", "data/report.json", "checkpoints/step-00000500/state.json"}
+    wanted = Wanted(checkpoints=["step-00000500"])
+    assert {path for path in kept | others if wanted(path)} == others
+    assert all(map(Wanted(every=True), kept | others))
