@@ -10,7 +10,7 @@ from orchestrator.diag.finding import Finding
 from orchestrator.diag.text import Line
 
 OOM = (
-    r"CUDA out of memory",
+    r"\b(?:CUDA|HIP|XPU|NPU) out of memory",
     r"torch\.(?:cuda\.)?OutOfMemoryError",
     r"(?:CUDA|CUDA driver|HIP) error: out of memory|Triton Error \[CUDA\]: out of memory",
     r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
@@ -45,6 +45,7 @@ ARCH = (
     r"the provided PTX was compiled with an unsupported toolchain|"
     r"CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
     r"device kernel image is invalid|CUDA_ERROR_INVALID_(?:IMAGE|PTX)|CUDA_ERROR_NO_BINARY_FOR_GPU",
+    r"not supported on CUDA arch [<>=]",
     r"Expected is_sm\d+ [^\n]*to be true, but got false",
     r"only supported on [^\n]*(?:compute capability|sm_\d)",
     r"(?:requires|needs) (?:compute capability|CUDA capability|sm_)\D{0,10}\d+[^\n]*(?:but|"

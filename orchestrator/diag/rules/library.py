@@ -150,8 +150,11 @@ def _is_of(failure: Failure, library: _Library) -> bool:
     return re.search(rf"(?:^|/)(?:{library.innermost})", f"{last.file}:{last.function}") is not None
 
 
+_PYTHONS_OWN = re.compile(r"/lib(?:64)?/python[\d.]+/(?!site-packages|dist-packages)|<frozen ")
+
+
 def _below_the_user(failure: Failure) -> list[Frame]:
     """The library's own frames, after the last of the user's; none if the user's raised it."""
     frames = failure.frames
     own = max((i for i, fr in enumerate(frames) if not fr.library), default=-1)
-    return frames[own + 1 :]
+    return [fr for fr in frames[own + 1 :] if not _PYTHONS_OWN.search(fr.file)]

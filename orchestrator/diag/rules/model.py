@@ -84,6 +84,7 @@ MISMATCH = (
     r"Size mismatch between saved \S+ and current",
     r"Loading a dataset cached|world size (?:of the checkpoint|changed|mismatch)[^\n]*\d+",
 )
+_WEIGHT = r"^'[\w.]+\.(?:weight|bias|qweight|weight_scale|inv_freq)'$"
 _CKPT = re.compile(
     r"(?i)resum|checkpoint|ckpt|/step[-_]?\d+|latest|optim|epoch[-_]?\d+\.pt|last\.pt"
 )
@@ -160,7 +161,8 @@ def shape(e: Evidence) -> Iterator[Finding]:
         for h in hits
         if not re.search(r"recompil|guard|size mismatch at index|tensor '", h.line.text)
     ]
-    if not hits:
+    unknown = [f for f in e.raised("KeyError", _WEIGHT) if not e.recovered(f.line)]
+    if not hits and not unknown:
         return
     text = " ".join([h.line.text for h in hits] + [f.message for f in e.errors])
     prefix = _prefix(_keys("Missing", text), _keys("Unexpected", text))
@@ -171,10 +173,12 @@ def shape(e: Evidence) -> Iterator[Finding]:
         m := re.search(r"size mismatch for (\S+):.*?\[([\d, ]*)\].*?\[([\d, ]*)\]", text)
     ) is not None:
         title += f": {m[1]} is [{m[2]}] in the file, [{m[3]}] in the model"
+    elif not hits:
+        title += f": {unknown[0].message} is in one and not in the other"
     yield e.found(
         "model.shape",
         title,
-        hits[:4],
+        [*hits[:4], *unknown[:1]],
         "python -c \"from safetensors import safe_open; f=safe_open('FILE','pt'); "
         'print([(k, f.get_slice(k).get_shape()) for k in f.keys()][:8])"\n'
         "python -m trainer check config.yaml   # what the config asks for\n"

@@ -73,6 +73,7 @@ RENDEZVOUS = (
     r"Error initializing torch\.distributed using (?:env|tcp)://",
     r"Timed out initializing process group in store based barrier",
     r"environment variable (?:RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set",
+    r"KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
     r"network addresses of \([^)]+\) cannot be retrieved",
     r"[Tt]he connection to the C10d store has failed",
     r"Failed to connect to (?:the )?(?:master|rendezvous|store|etcd)|"
