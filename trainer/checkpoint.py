@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -246,7 +247,8 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{path / STATE} cannot be read: {error}",
             next_step="resume from an earlier checkpoint of the run",
         ) from None
-    if not isinstance(record, dict) or not record.keys() >= {"step", "skipped", "fingerprint"}:
+    whole = isinstance(record, dict) and record.keys() >= {"step", "skipped", "fingerprint"}
+    if not whole or not isinstance(record["fingerprint"], dict):
         raise CheckpointError(
             f"{path / STATE} is no checkpoint's: it lacks step, skipped or fingerprint",
             next_step="name a folder checkpoints/step-… of a run",
@@ -297,7 +299,15 @@ def drafter_folder(path: Path) -> tuple[Path, TargetConfig | None]:
     if (path / STATE).is_file():
         fields = read_record(path)["fingerprint"].items()
         target = {k.removeprefix("target."): v for k, v in fields if k.startswith("target.")}
-        return path / "drafter", TargetConfig.model_validate(target)
+        try:
+            return path / "drafter", TargetConfig.model_validate(target)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise CheckpointError(
+                f"{path / STATE} does not say which target the drafter was trained for:"
+                f" target.{'.'.join(map(str, problem['loc']))}: {problem['msg']}",
+                next_step=f"name {path / 'drafter'} instead, and its target",
+            ) from None
     if not path.is_dir():
         raise CheckpointError(
             f"there is no folder {path}", next_step="name a folder checkpoints/step-… of a run"

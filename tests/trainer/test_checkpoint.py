@@ -95,7 +95,10 @@ def test_tensors_of_another_shape_are_named_and_not_spread_over_the_drafters(
         fitting({"average": tensors}, "average", "w", (3, 2))
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '{"step": 3}', "{"])
+NO_FIELDS = '{"step": 3, "skipped": 0, "fingerprint": []}'
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"step": 3}', "{", NO_FIELDS])
 def test_a_record_that_is_no_checkpoints_is_named(tmp_path: Path, text: str) -> None:
     store = make_store(tmp_path / "c")
     path = store.save(3, state(1.0))
@@ -187,6 +190,9 @@ def test_a_checkpoint_says_which_target_it_was_trained_for_and_with_which_templa
     assert drafter_folder(path / "drafter") == (path / "drafter", None)
     with pytest.raises(CheckpointError, match="there is no folder"):
         drafter_folder(tmp_path / "absent")
+    unknown = make_store(tmp_path / "u", {"seed": 1}).save(3, state(1.0))
+    with pytest.raises(CheckpointError, match=r"target\.model: Field required"):
+        drafter_folder(unknown)
 
 
 @pytest.mark.parametrize("asked", ["an earlier one", "no"])

@@ -253,6 +253,11 @@ def test_a_checkpoint_is_evaluated_and_exported_by_command(home: Path, whole: Pa
             ["evaluate", "CHECKPOINT", "--prompts", "HOME/chats.jsonl", "--temperature", "nan"],
             "--temperature 0",
         ),
+        (["evaluate", "CHECKPOINT", "--prompts", "x", "--seed", "-1"], "--seed is -1"),
+        (
+            ["evaluate", "CHECKPOINT", "--prompts", "HOME/chats.jsonl", "--max-new-tokens", "300"],
+            "max_position_embeddings 256: no prompt has room",
+        ),
         (
             ["evaluate", "CHECKPOINT", "--prompts", "HOME/chats.jsonl", "--target", "HOME/gpt2"],
             "rope_theta: the drafter has 10000.0, the target None",
