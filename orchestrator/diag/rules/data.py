@@ -296,7 +296,8 @@ def tokenizer(e: Evidence) -> Iterator[Finding]:
         if not e.recovered(h.line)
         and not re.search(
             r"Special tokens have been added|FutureWarning|fine-tuned|you may observe unexpected|"
-            r"longer than the specified maximum",
+            r"longer than the specified maximum|"
+            r"['\"]\w+_token(?:_id)?['\"] ?:",  # a config, written out
             h.line.text,
         )
     ]
