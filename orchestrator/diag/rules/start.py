@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding, Severity
+from orchestrator.diag.probes import Probe
 from orchestrator.diag.rules.shared import spoke
 from orchestrator.diag.steps import read_series
 from orchestrator.diag.text import Line
@@ -79,7 +80,7 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     yield e.found(
         "run.not_started",
         why,
-        [*told, *([] if reason else list(e.probes)[:2])],
+        [*told, *([] if reason else _bookkeeping(e))],
         mend + "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
         "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
@@ -93,6 +94,11 @@ def _empty(e: Evidence) -> bool:
     then nothing is known of the start."""
     asked = bool(e.probes.named(r"run_state|exit|tmux|^ps(?!_host)|pane|session"))
     return asked and not spoke(e) and not _stands_still(e) and not _stepped(e)
+
+
+def _bookkeeping(e: Evidence) -> list[Probe]:
+    """What tells of a run without a word: how it ended, what its pane shows."""
+    return (e.probes.named(r"exit|run_state|pane|tmux|session") or list(e.probes))[:2]
 
 
 def _mend(crlf: list[Line], words: list[Hit]) -> str:

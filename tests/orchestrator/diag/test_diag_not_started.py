@@ -49,3 +49,11 @@ def test_a_program_unlike_any_usual_one_is_not_guessed_at() -> None:
     found = first(f"[dflashctl] cannot start 'frobnicate' in /w: {ABSENT}\n", 127)
     assert found.code == "env.path"
     assert "did you mean" not in found.title
+
+
+def test_a_run_without_a_word_is_shown_by_how_it_ended() -> None:
+    record = {"exit_code": 0, "signal": None, "reason": "finished"}
+    probes = {"ct": 200, "run_started": 1.0, "run_state": "finished", "exit_record": record}
+    (finding,) = diagnose(Evidence.from_text("", probes)).findings
+    assert (finding.code, finding.severity) == ("run.not_started", "warning")
+    assert [quote.source for quote in finding.evidence] == ["probe:run_state", "probe:exit_record"]
