@@ -252,6 +252,9 @@ def test_a_held_out_prompt_may_hold_any_character(tmp_path: Path) -> None:
     config = parse_config(tree, source="t", base=tmp_path)
     found = prepare(config, tmp_path / "d", make_tokenizer(), lambda: None, lambda _: None)
     assert turns[:1] in list(found.prompts())
+    (tmp_path / "d" / "held_out.jsonl").unlink()
+    with pytest.raises(DataError, match=r"held_out\.jsonl"):
+        list(found.prompts())
 
 
 @pytest.mark.slow

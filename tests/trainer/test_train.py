@@ -114,7 +114,7 @@ class KilledTrainer(Trainer):
 
 
 KILLS = [
-    ("open", "step-00000005.part/drafter/config.json"),  # before any tensor
+    ("open", "step-00000005.part/drafter/.config.json.partial"),  # before the masters
     ("open", "step-00000010.part/state.json"),  # before the marker
     ("os.rename", "step-00000015.part"),  # whole, but not under its name
 ]

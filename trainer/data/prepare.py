@@ -58,9 +58,15 @@ class Prepared:
 
     def prompts(self) -> Iterator[Messages]:
         """The held-out ones."""
-        with (self.folder / HELD_OUT_PROMPTS).open(encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)["messages"]
+        try:
+            with (self.folder / HELD_OUT_PROMPTS).open(encoding="utf-8") as lines:
+                for line in lines:
+                    yield json.loads(line)["messages"]
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"cannot read {self.folder / HELD_OUT_PROMPTS}: {error}",
+                next_step="delete the folder; it is made again",
+            ) from None
 
 
 @dataclass(frozen=True)
