@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from typing import Any
 
@@ -133,7 +134,7 @@ def _build(request: Request, push: Push, meta: dict[str, Any]) -> str:
     try:
         tree = f"{staging}/tree"
         # Its own too: what is there twice is copied once.
-        store = BlobStore(paths, {push.stamp, *stamps(paths)})
+        store = BlobStore(paths, {push.stamp: sys.maxsize, **stamps(paths)})
         bad = _write_tree(store, push.entries, tree, push.stamp)
         if bad:
             raise AgentError(
@@ -143,6 +144,8 @@ def _build(request: Request, push: Push, meta: dict[str, Any]) -> str:
         record = {
             "manifest": push.digest,
             "stamp": push.stamp,
+            # By the clock of the file system, which need not be ours.
+            "settled": os.stat(f"{staging}/manifest").st_ctime_ns,
             "created": time.time(),
             "files": push.files,
             "bytes": push.bytes,

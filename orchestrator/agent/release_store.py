@@ -7,8 +7,10 @@ import hashlib
 import os
 import stat
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from orchestrator.agent.blobs import BlobStore, untouched
 from orchestrator.agent.files import locked, make_private, new_name, read_record, remove_tree
 from orchestrator.agent.manifest import Entry, parse
 from orchestrator.agent.protocol import AgentError
@@ -45,10 +47,10 @@ def pushed_again(paths: ContainerPaths, name: str) -> None:
     os.utime(paths.release_record(name))
 
 
-def stamps(paths: ContainerPaths) -> set[int]:
-    """The modification times that releases gave their files."""
+def stamps(paths: ContainerPaths) -> dict[int, int]:
+    """The modification times that releases gave their files, and when each was settled."""
     records = (read_record(paths.release_record(name)) or {} for name in names(paths))
-    return {record["stamp"] for record in records if "stamp" in record}
+    return {record["stamp"]: record.get("settled", 0) for record in records if "stamp" in record}
 
 
 def versions(paths: ContainerPaths, name: str) -> list[str]:
@@ -64,19 +66,20 @@ def versions(paths: ContainerPaths, name: str) -> list[str]:
 
 
 def examine(paths: ContainerPaths, name: str, entries: list[Entry]) -> Examined:
-    """Compare a tree with its manifest; contents are read only where size or time differ."""
+    """Compare a tree with its manifest; contents are read only where size or times differ."""
     record = read_record(paths.release_record(name))
     if record is None:
         return Examined(False, [])
     root = os.fsencode(paths.release(name))
     expected = {os.fsencode(entry.path) for entry in entries}
+    known = {record.get("stamp", 0): record.get("settled", 0)}
     for entry in entries:
-        if not _unchanged(root + b"/" + os.fsencode(entry.path), entry, record.get("stamp", 0)):
+        if not _unchanged(root + b"/" + os.fsencode(entry.path), entry, known):
             return Examined(False, _foreign(root, expected))
     return Examined(True, _foreign(root, expected))
 
 
-def _unchanged(path: bytes, entry: Entry, stamp: int) -> bool:
+def _unchanged(path: bytes, entry: Entry, stamps: Mapping[int, int]) -> bool:
     try:
         status = os.lstat(path)
         if entry.kind == "l":
@@ -87,7 +90,7 @@ def _unchanged(path: bytes, entry: Entry, stamp: int) -> bool:
             return False
         if bool(status.st_mode & 0o100) != entry.executable:
             return False
-        if status.st_mtime_ns == stamp:
+        if untouched(status, stamps):
             return True
         with open(path, "rb") as file:
             hasher = hashlib.sha256()
@@ -145,8 +148,6 @@ def prune(request: Request) -> dict[str, Any]:
     What a job wrote into stays: whoever put results beside the code must find them again. Such
     releases are told in ``kept``; what cannot be removed, in ``failed``.
     """
-    from orchestrator.agent.blobs import BlobStore
-
     paths = request.paths
     keep = request.need("keep", int)
     make_private(paths.releases)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -180,6 +181,23 @@ def test_a_job_that_edits_its_files_in_place_spoils_no_other_release(
     assert error["kind"] == "release.missing"
     done = push(agent, {**files, b"a": b"2"})
     assert content(done["path"])[b"shared.py"] == b"print('good')"
+
+
+@pytest.mark.parametrize("spoilt", ["the release itself", "a blob of another"])
+def test_a_file_that_a_job_copied_over_another_with_its_time_is_not_taken_for_it(
+    agent: Any, spoilt: str
+) -> None:
+    """`cp -p configs/b.yaml config.yaml`, of one length: size and modification time are those of a
+    file that was pushed."""
+    files = {b"config.yaml": b"lr: 1e-4", b"configs/b.yaml": b"lr: 9e-4"}
+    source = target = push(agent, files)["path"]
+    if spoilt == "a blob of another":
+        target = push(agent, {b"config.yaml": b"lr: 5e-4"})["path"]
+        files = {b"config.yaml": b"lr: 5e-4", b"more": b""}
+    subprocess.run(["cp", "-p", f"{source}/configs/b.yaml", f"{target}/config.yaml"], check=True)
+    with pytest.raises(AssertionError, match=r"release\.missing"):
+        push(agent, files)
+    assert content(push(agent, files)["path"]) == files
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EXDEV])
