@@ -246,10 +246,16 @@ def _stall(now: RunSummary) -> str:
     return f"stalled: no line for {silent}{phase}{usual}"
 
 
+def state_words(watched: Watched) -> str:
+    """Its state for a person: before the first answer it has none."""
+    asked = watched.unreachable is None and watched.summary is None
+    return "no answer yet" if asked else watched.state
+
+
 def status_line(watched: Watched) -> str:
     """``training · step 120/400 · 15.5k tok/s · eta 3m20s``"""
     summary = watched.summary
-    parts = [watched.state]
+    parts = [state_words(watched)]
     if summary is not None:
         if summary.step is not None:
             of = f"/{summary.steps}" if summary.steps else ""

@@ -52,7 +52,7 @@ COLOURS = {
     "failed": "red",
     "unreachable": "yellow",
 }
-SHORT = {"unreachable": "no answer"}
+SHORT = {"unreachable": "no answer", "not running": "off"}
 """Where a column is too narrow for the word."""
 
 
@@ -169,7 +169,7 @@ def state_text(row: Row) -> str:
     if row.run_id is None and error is None:
         return "idle"
     if isinstance(error, ContainerNotRunning):
-        return "off"
+        return "not running"
     # It answered, and will not do: a missing interpreter is no dead link. `ps` says the same.
     refused = error is not None and not isinstance(error, UnreachableError)
     return "unknown" if refused else row.watched.state

@@ -53,6 +53,10 @@ def evaluate_prompts(
     """Every prompt plainly and with the drafter, one after the other on the same machine."""
     pairs: list[Pair] = []
     tokens = passes = 0
+    say(
+        f"{name}: {len(prompts)} prompts, each answered with the drafter and by the target alone, "
+        f"{limits.max_new_tokens} tokens at most"
+    )
     for number, prompt in enumerate(prompts, start=1):
         generators = [torch.Generator(model.device).manual_seed(seed + number) for _ in range(2)]
         session = DraftSession(drafter, frozen.embedding, frozen.head)

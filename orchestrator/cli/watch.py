@@ -102,5 +102,5 @@ class _Standing:
     def _text(self) -> str:
         if len(self._reports) == 1:
             return alarm.status_line(self._reports[0].watched)
-        states = Counter(report.watched.state for report in self._reports)
+        states = Counter(alarm.state_words(report.watched) for report in self._reports)
         return ", ".join(f"{count} {state}" for state, count in states.items())

@@ -152,6 +152,6 @@ def test_a_pause_hardly_changes_the_pace() -> None:
 
 def test_the_status_line_says_what_is_known() -> None:
     watched = Watched()
-    assert status_line(watched) == "unknown"
+    assert status_line(watched) == "no answer yet"
     watched.feed(summary("training", step=120, steps=400, tokens_per_s=15500.0, eta_s=200.0))
     assert status_line(watched) == "training · step 120/400 · 15.5k tok/s · eta 3m20s"

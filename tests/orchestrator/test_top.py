@@ -54,7 +54,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     ("error", "word"),
     [
         (HostUnreachable("no answer"), "unreachable"),
-        (ContainerNotRunning("it is stopped"), "off"),
+        (ContainerNotRunning("it is stopped"), "not running"),
         # As `ps` calls it: it was reached, and lacks what would answer.
         (RefusedError("the container has no /opt/venv/bin/python"), "unknown"),
     ],
