@@ -1,4 +1,5 @@
-"""Work that may be asked for again: a link lost under it is made anew, and all of it is repeated.
+"""Work that may be asked for again: a link lost under it is made anew, and all of it is repeated;
+so it is where files that the container had were found damaged there.
 
 Only for what does no harm twice: a start under its run id, a push, a stop. Reading a log and
 pulling files have an exact place to go on from, and loops of their own (``follow``, ``transfer``).
@@ -10,8 +11,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from orchestrator.agent_failure import kind_of
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import ConnectionLost, HostUnreachable
+from orchestrator.errors import ConnectionLost, HostUnreachable, TransferError
 from orchestrator.fleet import Fleet, Notice
 
 # A link that drops comes back within seconds; after 15 a person wants to know.
@@ -44,6 +46,13 @@ def reconnecting(
             if not reached and isinstance(error, HostUnreachable):
                 raise
             notice(f"{fleet.named(error).where}: {error.what}; trying again in {pause:.0f} s")
+        except TransferError as error:
+            # The commit is the first to read what a job may have edited in place. It removed that:
+            # now it is known to be missing, and is sent.
+            if kind_of(error) != "release.missing":
+                raise
+            notice(f"{fleet.named(error).where}: {error.what}; sending them again")
+            continue
         if channel is not None:
             fleet.drop(channel)
             channel = None

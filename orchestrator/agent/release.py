@@ -138,7 +138,9 @@ def _build(request: Request, push: Push, meta: dict[str, Any]) -> str:
         bad = _write_tree(store, push.entries, tree, push.stamp)
         if bad:
             raise AgentError(
-                "release.missing", f"{len(bad)} files were not sent, or damaged here", indices=bad
+                "release.missing",
+                f"{len(bad)} of {push.files} files were not sent, or damaged here",
+                indices=bad,
             )
         write_bytes(f"{staging}/manifest", push.manifest, durable=False)
         record = {

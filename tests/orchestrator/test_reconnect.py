@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 
 from orchestrator import reconnect
+from orchestrator.agent_failure import explain
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import ConnectionLost, DflashctlError, HostUnreachable
+from orchestrator.errors import ConnectionLost, DflashctlError, HostUnreachable, TransferError
 from orchestrator.fleet import Fleet
 
 
@@ -58,6 +59,28 @@ def test_a_link_that_was_closed_under_a_thread_is_not() -> None:
     with pytest.raises(ConnectionLost):
         reconnect.reconnecting(cast(Fleet, links), channels, work, told.append)
     assert (len(made), told) == (1, [])
+
+
+@pytest.mark.parametrize("kind", ["release.missing", "disk.full"])
+def test_files_found_damaged_there_are_sent_again_over_the_same_link(kind: str) -> None:
+    """A job edited them in place. Nothing else that a push fails by is better a second time."""
+    links, told, made = Links(), list[str](), list[AgentChannel]()
+
+    def work(channel: AgentChannel) -> str:
+        made.append(channel)
+        if len(made) == 1:
+            raise explain({"kind": kind, "message": "1 of 3 files"}, host="pve1", ct=200)
+        return "done"
+
+    channels = lambda: cast(AgentChannel, object())  # noqa: E731
+    if kind == "disk.full":
+        with pytest.raises(TransferError):
+            reconnect.reconnecting(cast(Fleet, links), channels, work, told.append)
+    else:
+        assert reconnect.reconnecting(cast(Fleet, links), channels, work, told.append) == "done"
+        assert made[0] is made[1]
+        assert told == ["pve1/200: 1 of 3 files; sending them again"]
+    assert links.dropped == []
 
 
 @pytest.mark.parametrize(("kind", "attempts"), [(ConnectionLost, 2), (HostUnreachable, 1)])
