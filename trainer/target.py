@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def load_hf_config(target: TargetConfig) -> Any:
     """The target's transformers configuration; no weights are read."""
     source = locate(target.model)
     try:
-        config = AutoConfig.from_pretrained(source.folder, **source.arguments())
+        with _packages(target):
+            config = AutoConfig.from_pretrained(source.folder, **source.arguments())
     except UNREADABLE as error:
         if source.silence:
             raise TargetError(
@@ -136,10 +138,18 @@ def check_target(target: TargetConfig, config: Any) -> Any:
     waits for data to be made before being told."""
     check_weight_files(target)
     source = locate(target.model)
-    if source.gguf_file is None and Path(source.folder).is_dir():
+    accelerate = find_spec("accelerate") is not None
+    if source.gguf_file is not None and not accelerate:
+        raise TargetError(
+            f"target.model {target.model} is a GGUF file, which transformers loads beside"
+            " `accelerate` only",
+            next_step="pip install accelerate",
+        )
+    if source.gguf_file is None and Path(source.folder).is_dir() and accelerate:
         model = _from_pretrained(target, torch.device("meta"))
     else:
-        # A GGUF file would be unpacked, a model of the hub fetched.
+        # A GGUF file would be unpacked, a model of the hub fetched; and without accelerate
+        # transformers loads nothing onto a device by its name.
         with torch.device("meta"), _told(target):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=target.attention)
     stateful = STATEFUL.intersection(getattr(text_config(config), "layer_types", None) or ())
@@ -188,8 +198,8 @@ def _from_pretrained(target: TargetConfig, device: torch.device) -> Any:
 
 
 @contextmanager
-def _told(target: TargetConfig) -> Iterator[None]:
-    """transformers' errors as ours."""
+def _packages(target: TargetConfig) -> Iterator[None]:
+    """One that is absent, by name."""
     try:
         yield
     except ImportError as error:
@@ -198,6 +208,14 @@ def _told(target: TargetConfig) -> Iterator[None]:
             next_step="install the package named above, or choose another target.attention or a"
             " target that is not quantized",
         ) from None
+
+
+@contextmanager
+def _told(target: TargetConfig) -> Iterator[None]:
+    """transformers' errors as ours."""
+    try:
+        with _packages(target):
+            yield
     except (*UNREADABLE, SafetensorError) as error:
         raise TargetError(
             f"target.model {target.model}: its weights cannot be loaded: {first_line(error)}",

@@ -209,6 +209,18 @@ def test_a_target_that_can_be_trained_passes_without_a_weight_being_read(
     assert {parameter.device.type for parameter in whole.parameters()} == {"meta"}
 
 
+def test_accelerate_is_asked_for_where_transformers_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may have torch, transformers and nothing more."""
+    monkeypatch.setattr("trainer.target.find_spec", lambda _: None)
+    folder = TargetConfig(model=str(save_target(tmp_path / "t")))
+    assert next(check_target(folder, load_hf_config(folder)).parameters()).device.type == "meta"
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(TargetError, match="beside `accelerate` only"):
+        check_target(TargetConfig(model=str(tmp_path / "model.gguf")), None)
+
+
 def without(shape: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in shape.items() if key != name}
 
