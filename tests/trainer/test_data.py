@@ -52,6 +52,7 @@ def read(path: Path, *lines: str) -> list[Conversation | Rejection]:
         ('{"text": "x"}', "neither `messages` nor a `prompt`"),
         ('{"messages": []}', "empty or no list"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "role is 'robot'"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "role is ['user']"),
         ('{"messages": [{"role": "user", "content": 7}]}', "content is no text"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "nobody asks"),
         # An emoji cut in two: JSON lets it through, no tokenizer takes it.

@@ -153,7 +153,7 @@ def parse_line(value: Any, where: str, template: str) -> Conversation | Rejectio
         if not isinstance(message, dict):
             return Rejection(where, f"messages[{index}] is no object")
         role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             return Rejection(where, f"messages[{index}].role is {role!r}")
         if not isinstance(content, str):
             return Rejection(where, f"messages[{index}].content is no text")
