@@ -182,22 +182,14 @@ class RunWriter:
     def claim(self) -> None:
         """Raise ``ConfigError`` where another process has claimed the folder: two runs in one tear
         each other's checkpoints down. The claim ends with the process, however that ends."""
-        # Here: a laptop that only reads may have neither.
-        import fcntl
-
         from trainer.errors import ConfigError
 
-        try:
-            fcntl.lockf(self._events, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (PermissionError, BlockingIOError):
+        if claimed_elsewhere(self._events):
             raise ConfigError(
                 f"another run is writing into {self.folder}",
                 next_step=f"stop it (`fuser {self.folder / EVENTS_FILE}` names its process), or"
                 " give this one another folder",
-            ) from None
-        except OSError:
-            # A file system without locks.
-            pass
+            )
 
     def close(self) -> None:
         for tracker in self.trackers:
@@ -209,6 +201,22 @@ class RunWriter:
     def _append(stream: TextIO, line: BaseModel) -> None:
         stream.write(line.model_dump_json() + "\n")
         stream.flush()
+
+
+def claimed_elsewhere(stream: TextIO) -> bool:
+    """Whether another process has claimed an open file; if none has, this one does, until it closes
+    the file (under any descriptor) or ends, however it ends."""
+    # Here: a laptop that only reads may have none.
+    import fcntl
+
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (PermissionError, BlockingIOError):
+        return True
+    except OSError:
+        # A file system without locks.
+        pass
+    return False
 
 
 def read_steps(text: str) -> Iterator[StepLine]:

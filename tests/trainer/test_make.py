@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,14 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     assert again[1]["said"] == "a\u2028b"
     again.append({"key": 4})
     assert list(Journal(tmp_path, "j.jsonl")) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("damaged", [b"\n", b"\0\0\0\n", b'{"key": 2, \xff\n', b"{}\n", b"2\n"])
+def test_a_damaged_line_is_told_with_what_to_do(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "j.jsonl").write_bytes(b'{"key": 1}\n' + damaged + b'{"key": 3}\n')
+    with pytest.raises(DataError, match=r"line 2 of .*j\.jsonl is damaged") as told:
+        Journal(tmp_path, "j.jsonl")
+    assert told.value.next_step == "delete that line; what it held is made again"
 
 
 def make_maker(folder: Path, say: Say = lambda _: None, **response: float) -> Maker:
@@ -242,6 +252,24 @@ def test_features_kept_while_writing_are_those_of_a_pass_of_its_own(
         torch.testing.assert_close(rows[:-1], wanted[:-1])
 
 
+def test_an_unfinished_folder_keeps_no_features_of_other_taps(tmp_path: Path) -> None:
+    """What the journal says of places in the features would hold for others' rows."""
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "q" * n}) + "\n" for n in range(1, 10))
+    )
+    model = make_model("llama")
+    config = made_config(tmp_path, held_out=0.0, cache_features=True)
+    tokenizer, folder = make_tokenizer(), tmp_path / "data"
+    first = prepare(config, folder, tokenizer, lambda: model, lambda _: None, (1, 4))
+    (folder / "report.json").unlink()
+    made = folder / "responses.jsonl"
+    made.write_text("".join(made.read_text().splitlines(keepends=True)[:4]))
+    second = prepare(config, folder, tokenizer, lambda: model, lambda _: None, (1, 3))
+    assert second.fingerprint == first.fingerprint
+    assert sorted(second.train.features == -1) == [False] * 4 + [True] * 5
+    assert feature_file(folder, model, (1, 4)).fits()
+
+
 def test_a_held_out_prompt_may_hold_any_character(tmp_path: Path) -> None:
     odd = "one\u2028two\x85three"
     turns = [{"role": "user", "content": odd}, {"role": "assistant", "content": "yes indeed"}]
@@ -333,6 +361,29 @@ def test_a_kill_before_the_folder_was_marked_is_no_other_config(tmp_path: Path) 
     config = parse_config(run_config(tmp_path), source="t", base=tmp_path)
     prepare(config, folder, make_tokenizer(), lambda: None, lambda _: None)
     assert (folder / "key").read_text()
+
+
+def test_a_folder_that_another_process_prepares_is_refused_until_that_ends(tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats.jsonl", 6)
+    folder = tmp_path / "d"
+    folder.mkdir()
+    config = parse_config(run_config(tmp_path), source="t", base=tmp_path)
+    script = (
+        f"from trainer.telemetry import claimed_elsewhere; key = open({str(folder / 'key')!r}, 'a')"
+        "; claimed_elsewhere(key); print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(DataError, match="another process is preparing data in"):
+            prepare(config, folder, make_tokenizer(), lambda: None, lambda _: None)
+        other.kill()
+    prepare(config, folder, make_tokenizer(), lambda: None, lambda _: None)
 
 
 def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:

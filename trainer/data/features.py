@@ -49,11 +49,12 @@ class FeatureFile:
             return False
         return bool(found == self.describe())
 
-    def create(self) -> None:
-        """Begin anew unless what is there fits."""
-        if not self.fits():
-            (self.folder / DATA).unlink(missing_ok=True)
+    def begin(self) -> bool:
+        """Whether features can be added: none are there yet, or those that are fit. Others stay:
+        the journal knows their places, and a run with these taps reads none of them."""
+        if not (self.folder / DATA).exists():
             (self.folder / DESCRIPTION).write_text(json.dumps(self.describe()), encoding="utf-8")
+        return self.fits()
 
     def append(self, rows: Tensor) -> int:
         """[n, K·H] and a row of zeros for the last token; returns the first row's offset."""

@@ -24,7 +24,7 @@ from trainer.data.decode import BatchDecoder, Request, refuse_other_layers
 from trainer.data.features import NONE, FeatureFile
 from trainer.data.settings import FilePrompts, MakeConfig, ResponseConfig, SelfPrompts
 from trainer.data.template import ChatTemplate, stop_tokens
-from trainer.errors import DataError
+from trainer.errors import DataError, first_line
 from trainer.telemetry import compact, duration
 
 if TYPE_CHECKING:
@@ -52,10 +52,16 @@ class Journal:
         self._places: dict[Any, int] = {}
         self._end = 0
         self._stream.seek(0)
-        for line in self._stream:
+        for number, line in enumerate(self._stream, start=1):
             if not line.endswith(b"\n"):
                 break
-            self._places[json.loads(line)["key"]] = self._end
+            try:
+                self._places[json.loads(line)["key"]] = self._end
+            except (ValueError, LookupError, TypeError) as error:
+                raise DataError(
+                    f"line {number} of {folder / str(name)} is damaged: {first_line(error)}",
+                    next_step="delete that line; what it held is made again",
+                ) from None
             self._end += len(line)
         self._stream.truncate(self._end)
 
@@ -233,10 +239,8 @@ class Maker:
         prompt, in the prompts' order; fewer if the time ran out. All are made before the first is
         read."""
         settings: ResponseConfig = self.config.response
-        layer_ids = None
-        if self.features is not None:
-            self.features.create()
-            layer_ids = self.features.layer_ids
+        features = self.features if self.features is not None and self.features.begin() else None
+        layer_ids = features.layer_ids if features is not None else None
         made = Journal(self.folder, "responses.jsonl")
         keys = list(prompts)
         missing = [index for index, key in enumerate(keys) if key not in made]
@@ -250,8 +254,8 @@ class Maker:
         for completion in decoder.run(requests, _deadline(settings.seconds)):
             if completion is not None:
                 offset = NONE
-                if self.features is not None and completion.features is not None:
-                    offset = self.features.append(completion.features)
+                if features is not None and completion.features is not None:
+                    offset = features.append(completion.features)
                 answer = {
                     "response_tokens": completion.tokens,
                     "ended": completion.ended,

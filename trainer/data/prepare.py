@@ -16,6 +16,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,6 +39,7 @@ from trainer.data.template import ChatTemplate, Encoded, RefusedError
 from trainer.drafter.config import text_config
 from trainer.errors import DataError, ResourceError
 from trainer.objective import anchor_candidates
+from trainer.telemetry import claimed_elsewhere
 
 REPORT = "report.json"
 HELD_OUT_PROMPTS = "held_out.jsonl"
@@ -142,7 +144,6 @@ def prepare(
         say(f"data: {folder} is complete: {_line(found.report)}")
         return found
     check_sources(config)
-    _make_folder(folder, config)
 
     def maker() -> Maker:
         made, target = config.data.make, model()
@@ -162,10 +163,14 @@ def prepare(
 
     rejected = Rejections()
     try:
-        rewritten = _fill(config, folder, tokenizer, maker, rejected)
-        if config.objective.labels == "target":
-            relabel([folder / name for name in PARTS], model(), say, config.data.sequence_length)
-        _write_report(config, folder, rejected, rewritten)
+        with _claimed(folder, config):
+            # Else another process completed it just now, and may have begun to train on it.
+            if not (folder / REPORT).exists():
+                rewritten = _fill(config, folder, tokenizer, maker, rejected)
+                if config.objective.labels == "target":
+                    parts = [folder / name for name in PARTS]
+                    relabel(parts, model(), say, config.data.sequence_length)
+                _write_report(config, folder, rejected, rewritten)
     except OSError as error:
         raise ResourceError(
             f"cannot write to data.folder {folder}: {error.strerror or error}",
@@ -236,12 +241,21 @@ def feature_file(folder: Path, model: Any, layer_ids: tuple[int, ...]) -> Featur
     return FeatureFile(folder, layer_ids, width, model.dtype)
 
 
-def _make_folder(folder: Path, config: TrainConfig) -> None:
-    """A folder begun by another config is refused: its journals would be mixed into this one."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        marker = folder / "key"
-        known = marker.read_text(encoding="utf-8") if marker.exists() else ""
+@contextmanager
+def _claimed(folder: Path, config: TrainConfig) -> Iterator[None]:
+    """The folder, this process's alone: the lines of two would lie in one journal, each at a place
+    that the other does not know of. One begun by another config is refused: its journals would be
+    mixed into this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "key").open("a+", encoding="utf-8") as marker:
+        if claimed_elsewhere(marker):
+            raise DataError(
+                f"another process is preparing data in {folder}",
+                next_step="start again when it is done, which uses its data, or name another"
+                " data.folder",
+            )
+        marker.seek(0)
+        known = marker.read()
         # Empty: killed while it was written.
         if known not in ("", data_key(config)):
             raise DataError(
@@ -249,12 +263,9 @@ def _make_folder(folder: Path, config: TrainConfig) -> None:
                 next_step="choose another data.folder, or delete that one",
             )
         if not known:
-            marker.write_text(data_key(config), encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"cannot write to data.folder {folder}: {error.strerror}",
-            next_step="free disk space there, or name another data.folder",
-        ) from None
+            marker.write(data_key(config))
+            marker.flush()
+        yield
 
 
 def _from_files(
