@@ -124,25 +124,20 @@ class BlobStore:
             status = os.lstat(source)
         except FileNotFoundError:
             return False
-        if status.st_nlink == 1 and status.st_size == size and status.st_mtime_ns == stamp:
-            if stat.S_IMODE(status.st_mode) != mode:
-                os.chmod(source, mode)
+        if status.st_size != size:
+            good = False
+        elif status.st_nlink == 1:
             os.link(source, target)
-            return True
-        blob = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            if status.st_nlink == 1:
-                good = _digest(blob) == digest
-                if good:
-                    _dress(blob, mode, stamp)
-                    os.link(source, target)
-            else:
+            good = _adopt(digest, target, mode, stamp)
+        else:
+            blob = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
                 good = self._copy(blob, digest, target, mode, stamp)
-            if not good:
-                os.unlink(source)
-            return good and os.fstat(blob).st_size == size
-        finally:
-            os.close(blob)
+            finally:
+                os.close(blob)
+        if not good:
+            os.unlink(source)
+        return good
 
     def _copy(self, blob: int, digest: str, target: bytes, mode: int, stamp: int) -> bool:
         """Whether what was copied is what it should be."""
@@ -173,6 +168,23 @@ class BlobStore:
                 count += 1
                 size += status.st_size
         return count, size
+
+
+def _adopt(digest: str, target: bytes, mode: int, stamp: int) -> bool:
+    """Whether a blob that was linked is what it should be. It is dressed where it is linked to: at
+    the source another push may have put its own meanwhile."""
+    status = os.lstat(target)
+    if status.st_mtime_ns == stamp:
+        if stat.S_IMODE(status.st_mode) != mode:
+            os.chmod(target, mode)
+        return True
+    file = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        good = _digest(file) == digest
+        _dress(file, mode, stamp)
+        return good
+    finally:
+        os.close(file)
 
 
 def _digest(source: int) -> str:

@@ -359,6 +359,25 @@ def test_two_people_push_the_same_code_at_once(agents: Any) -> None:
     assert content(first["path"]) == files
 
 
+def test_a_blob_that_another_push_puts_in_its_place_while_it_is_linked_is_dressed_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two people push one script at once: it stays executable, and known by its time."""
+    digest = hashlib.sha256(b"x").hexdigest()
+    store = BlobStore(ContainerPaths(str(tmp_path)))
+    store.receive([(digest, 1)], iter([b"x"]), 1)
+    link = os.link
+
+    def late(source: str, target: bytes) -> None:
+        store.receive([(digest, 1)], iter([b"x"]), 2)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    assert store.place(digest, 1, os.fsencode(tmp_path / "run.sh"), 0o755, 1)
+    status = (tmp_path / "run.sh").stat()
+    assert (status.st_mode & 0o777, status.st_mtime_ns) == (0o755, 1)
+
+
 def test_a_push_that_begins_does_not_clean_away_another_that_goes_on(agents: Any) -> None:
     one, two = agents(), agents()
     data = os.urandom(100)
