@@ -12,7 +12,8 @@ from orchestrator.fleet import Notice
 from orchestrator.request import exec_ending
 from orchestrator.target import Target
 
-# It imports torch and reads the target's tokenizer: 3 s from a warm disk, 15 s from a cold one.
+# It imports torch and transformers' models and reads the target's tokenizer: seconds from a warm
+# disk, 15 s from a cold one or of a GGUF file, whose vocabulary is parsed in Python.
 # Who waits longer than this is told for what.
 SILENT_S = 1.0
 AGAIN_S = 20.0
