@@ -26,7 +26,7 @@ from orchestrator.agent.files import (
 )
 from orchestrator.agent.manifest import DIGEST, Entry, digest_of, parse, release_id
 from orchestrator.agent.protocol import AgentError
-from orchestrator.agent.release_store import examine, pushed_again, stamps, versions
+from orchestrator.agent.release_store import examine, make_last, stamps, versions
 from orchestrator.agent.serve import Request
 from orchestrator.paths import ContainerPaths
 
@@ -89,8 +89,7 @@ def commit(request: Request) -> dict[str, Any]:
         existing = _intact(request.paths, push)
         meta = request.get("meta", dict, {})
         name = existing or _build(request, push, meta)
-        if existing:
-            pushed_again(request.paths, existing)
+        make_last(request.paths, name)
     return {
         "release": name,
         "path": request.paths.release(name),

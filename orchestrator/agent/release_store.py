@@ -30,21 +30,29 @@ class Examined(NamedTuple):
 
 def names(paths: ContainerPaths) -> list[str]:
     """Releases with a record, the last pushed first."""
+    return [name for _, name in sorted(_pushed(paths), reverse=True)]
+
+
+def _pushed(paths: ContainerPaths) -> list[tuple[int, str]]:
+    """Each release and when, by the modification time of its record."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(paths.releases):
             if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
                 continue
-            pushed = 0.0
+            pushed = 0
             with contextlib.suppress(FileNotFoundError):
-                pushed = os.stat(paths.release_record(entry.name)).st_mtime
+                pushed = os.stat(paths.release_record(entry.name)).st_mtime_ns
             found.append((pushed, entry.name))
-    return [name for _, name in sorted(found, reverse=True)]
+    return found
 
 
-def pushed_again(paths: ContainerPaths, name: str) -> None:
-    """It counts as new: whoever went back to it is about to use it."""
-    os.utime(paths.release_record(name))
+def make_last(paths: ContainerPaths, name: str) -> None:
+    """It counts as pushed after all others, also where the clock was set back since, or the file
+    system tells only whole seconds: the pruning that follows would remove what was just pushed."""
+    others = (pushed for pushed, other in _pushed(paths) if other != name)
+    now = max(time.time_ns(), max(others, default=0) + 1_000_000_000)
+    os.utime(paths.release_record(name), ns=(now, now))
 
 
 def stamps(paths: ContainerPaths) -> dict[int, int]:

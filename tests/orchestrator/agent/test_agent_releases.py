@@ -422,6 +422,19 @@ def test_a_release_that_is_pushed_again_is_the_newest_when_old_ones_are_pruned(a
     assert content(again["path"]) == {b"a": b"0"}
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_just_pushed_is_never_the_oldest_though_the_clock_was_set_back(
+    agent: Any, workdir: Path, again: bool
+) -> None:
+    first, second = (push(agent, {b"a": b"%d" % number}) for number in range(2))
+    ahead = time.time() + 7200
+    os.utime(ContainerPaths(str(workdir)).release_record(second["release"]), (ahead, ahead))
+    last = push(agent, {b"a": b"0" if again else b"new"})
+    assert last["existing"] == again
+    removed = {first["release"], second["release"]} - {last["release"]}
+    assert set(agent.call("release.prune", keep=1)["removed"]) == removed
+
+
 def test_the_manifest_can_be_had_back(agent: Any, workdir: Path) -> None:
     done = push(agent, ODD)
     manifest = ContainerPaths(str(workdir)).release_manifest(done["release"])
