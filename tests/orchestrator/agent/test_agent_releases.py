@@ -364,18 +364,18 @@ def test_a_blob_that_another_push_puts_in_its_place_while_it_is_linked_is_dresse
 ) -> None:
     """Two people push one script at once: it stays executable, and known by its time."""
     digest = hashlib.sha256(b"x").hexdigest()
-    store = BlobStore(ContainerPaths(str(tmp_path)))
-    store.receive([(digest, 1)], iter([b"x"]), 1)
+    store, stamp = BlobStore(ContainerPaths(str(tmp_path))), 1_000_000_000
+    store.receive([(digest, 1)], iter([b"x"]), stamp)
     link = os.link
 
     def late(source: str, target: bytes) -> None:
-        store.receive([(digest, 1)], iter([b"x"]), 2)
+        store.receive([(digest, 1)], iter([b"x"]), 2 * stamp)
         link(source, target)
 
     monkeypatch.setattr(os, "link", late)
-    assert store.place(digest, 1, os.fsencode(tmp_path / "run.sh"), 0o755, 1)
+    assert store.place(digest, 1, os.fsencode(tmp_path / "run.sh"), 0o755, stamp)
     status = (tmp_path / "run.sh").stat()
-    assert (status.st_mode & 0o777, status.st_mtime_ns) == (0o755, 1)
+    assert (status.st_mode & 0o777, status.st_mtime_ns) == (0o755, stamp)
 
 
 def test_a_push_that_begins_does_not_clean_away_another_that_goes_on(agents: Any) -> None:
