@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
@@ -27,15 +28,20 @@ from transformers import (
 from trainer import hub
 from trainer.config import TargetConfig
 from trainer.drafter.config import text_config
-from trainer.errors import ResourceError, TargetError, first_line
+from trainer.errors import ResourceError, TargetError, first_line, named_line
 from trainer.objective import FrozenTarget
 from trainer.packaged import PACKAGE, packaged_file
 from trainer.taps import OTHER_TARGET, decoder_layers
 
 GIVE_A_MODEL = "name the folder that `save_pretrained` wrote, or a .gguf file"
 COPY_AGAIN = "copy or download the model again"
-UNREADABLE = (OSError, ValueError, LookupError, struct.error)
-"""What transformers and its reader of GGUF raise about files that are absent or cut short."""
+OWN_CODE = "name a model of a kind that transformers has itself: code beside a model is never run"
+UNREADABLE = (
+    *(OSError, ValueError, LookupError, struct.error),
+    *(TypeError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError),
+)
+"""What transformers and its reader of GGUF raise about files that are absent or cut short, and
+about a config.json with a word for a number, or with no heads."""
 STATEFUL = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 """Kinds of layers that read a row from left to right, whatever documents it holds."""
 
@@ -50,9 +56,11 @@ class Source:
     """Of a model of the hub: why that does not answer. Then the cache alone is read."""
 
     def arguments(self) -> dict[str, Any]:
+        # Without it transformers asks the terminal whether to run what came with a model.
+        stated: dict[str, Any] = {"trust_remote_code": False}
         if self.silence:
-            return {"local_files_only": True}
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+            return stated | {"local_files_only": True}
+        return stated | ({"gguf_file": self.gguf_file} if self.gguf_file else {})
 
 
 def locate(model: str) -> Source:
@@ -90,11 +98,16 @@ def load_hf_config(target: TargetConfig) -> Any:
                 next_step="give this machine a way there (HTTPS_PROXY, or a mirror: HF_ENDPOINT), "
                 "or download the model elsewhere, copy it here and name its folder",
             ) from None
+        next_step = "check the name, or download the model into a folder and name that"
+        if "trust_remote_code" in str(error):
+            next_step = OWN_CODE
+        elif source.gguf_file:
+            next_step = COPY_AGAIN
+        elif Path(source.folder).is_dir():
+            next_step = f"mend its config.json, or {COPY_AGAIN}"
         raise TargetError(
-            f"target.model {target.model}: transformers cannot read it: {first_line(error)}",
-            next_step=COPY_AGAIN
-            if source.gguf_file
-            else "check the name, or download the model into a folder and name that",
+            f"target.model {target.model}: transformers cannot read it: {_why(error)}",
+            next_step=next_step,
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise TargetError(
@@ -109,10 +122,12 @@ def load_tokenizer(target: TargetConfig) -> Any:
     source = locate(target.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments())
-    except UNREADABLE as error:
+    except Exception as error:  # noqa: BLE001 - `tokenizers` raises nothing narrower
         raise TargetError(
-            f"target.model {target.model}: no usable tokenizer: {first_line(error)}",
-            next_step="put the tokenizer's files beside the weights",
+            f"target.model {target.model}: no usable tokenizer: {_why(error)}",
+            next_step=OWN_CODE
+            if "trust_remote_code" in str(error)
+            else "put the tokenizer's files beside the weights",
         ) from None
     if target.chat_template:
         try:
@@ -150,7 +165,7 @@ def check_target(target: TargetConfig, config: Any) -> Any:
     else:
         # A GGUF file would be unpacked, a model of the hub fetched; and without accelerate
         # transformers loads nothing onto a device by its name.
-        with torch.device("meta"), _told(target):
+        with torch.device("meta"), _told(target, RuntimeError):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=target.attention)
     stateful = STATEFUL.intersection(getattr(text_config(config), "layer_types", None) or ())
     if stateful:
@@ -182,7 +197,8 @@ def load_model(target: TargetConfig, device: torch.device) -> Any:
 def _from_pretrained(target: TargetConfig, device: torch.device) -> Any:
     source = locate(target.model)
     meta = {"device_map": "meta"} if device.type == "meta" else {}
-    with _told(target):
+    # There it speaks of a size below zero; elsewhere of a device.
+    with _told(target, *([RuntimeError] if meta else [])):
         model, found = AutoModelForCausalLM.from_pretrained(
             source.folder,
             dtype=compute_dtype(target.dtype, device),
@@ -211,18 +227,26 @@ def _packages(target: TargetConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _told(target: TargetConfig) -> Iterator[None]:
+def _told(target: TargetConfig, *more: type[Exception]) -> Iterator[None]:
     """transformers' errors as ours."""
+    expected: tuple[type[Exception], ...] = (*UNREADABLE, SafetensorError, *more)
     try:
         with _packages(target):
             yield
-    except (*UNREADABLE, SafetensorError) as error:
+    except expected as error:
         raise TargetError(
-            f"target.model {target.model}: its weights cannot be loaded: {first_line(error)}",
+            f"target.model {target.model}: its weights cannot be loaded: {_why(error)}",
             next_step="state target.attention: eager"
             if "attn_implementation" in str(error)
             else COPY_AGAIN,
         ) from None
+
+
+def _why(error: BaseException) -> str:
+    """On one line; of a key, or of a slip over what a config.json says, with its kind."""
+    if isinstance(error, StrictDataclassError):
+        error = error.__cause__ or error
+    return first_line(error) if isinstance(error, (OSError, ValueError)) else named_line(error)
 
 
 def refuse_holes(name: str, found: dict[str, Any]) -> None:
@@ -247,14 +271,7 @@ def check_weight_files(target: TargetConfig) -> None:
     folder = Path(source.folder)
     if source.gguf_file is not None or not folder.is_dir():
         return
-    files = set(folder.glob("*.safetensors"))
-    for index in folder.glob("*.safetensors.index.json"):
-        try:
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise TargetError(f"{index} cannot be read: {error}", next_step=COPY_AGAIN) from None
-        files |= {folder / name for name in named}
-    for file in sorted(files or folder.glob("pytorch_model*.bin")):
+    for file in weight_files(folder):
         try:
             if file.suffix == ".bin":
                 torch.load(file, map_location="meta", weights_only=True)
@@ -268,6 +285,24 @@ def check_weight_files(target: TargetConfig) -> None:
                 f"target.model: {file} is absent, damaged or cut short: {why}",
                 next_step=COPY_AGAIN,
             ) from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those that transformers reads: the one that holds all, else the shards that an index names.
+    Others may lie beside them: the same weights as Mistral names them, an adapter."""
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{whole}.index.json"
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if index.is_file():
+            try:
+                named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                return sorted({folder / name for name in named})
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+                raise TargetError(
+                    f"{index} cannot be read: {_why(error)}", next_step=COPY_AGAIN
+                ) from None
+    return []
 
 
 def freeze(model: Any) -> Any:
@@ -312,7 +347,9 @@ def load_frozen(target: TargetConfig) -> FrozenTarget:
 
 def _read_tensors(folder: Path, wanted: set[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            continue
         with safe_open(file, framework="pt") as tensors:
             for name in wanted & set(tensors.keys()):
                 found[name] = tensors.get_tensor(name)

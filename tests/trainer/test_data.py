@@ -160,10 +160,18 @@ def test_markers_are_seen_however_they_are_written(marker: str) -> None:
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE], ids=["prefixes", "markers"])
+@pytest.mark.parametrize(
+    ("refusal", "says"),
+    [
+        ("raise_exception('no system')", "no system"),
+        ("messages[0]['content'] + 1", 'can only concatenate str (not "int") to str'),
+        ("1 / 0", "division by zero"),
+    ],
+)
 def test_a_conversation_that_the_template_refuses_is_left_out_with_its_line(
-    tmp_path: Path, template: str
+    tmp_path: Path, template: str, refusal: str, says: str
 ) -> None:
-    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    strict = f"{{% if messages[0]['role'] == 'system' %}}{{{{ {refusal} }}}}{{% endif %}}"
     tokenizer = make_tokenizer(strict + template)
     lines = [[USER, ANSWER], [{"role": "system", "content": "be kind"}, USER, ANSWER]]
     path = tmp_path / "chats.jsonl"
@@ -173,7 +181,7 @@ def test_a_conversation_that_the_template_refuses_is_left_out_with_its_line(
     config = parse_config(tree, source="t", base=tmp_path)
     report = check_files(config, tokenizer, rejected.append)
     assert report["samples"]["samples"] == 1
-    reason = "the chat template refuses the conversation: no system"
+    reason = f"the chat template refuses the conversation: {says}"
     assert rejected == [Rejection("chats.jsonl:2", reason)]
     # And as a prompt, which the target would be asked.
     refusals = [ChatTemplate(tokenizer).refusal(messages[:-1]) for messages in lines]

@@ -19,7 +19,14 @@ from trainer.config import TargetConfig
 from trainer.data.batch import Batch
 from trainer.errors import DataError, TargetError
 from trainer.taps import TappedTarget, check_taps, decoder_layers
-from trainer.target import check_target, check_weight_files, load_frozen, load_hf_config, load_model
+from trainer.target import (
+    check_target,
+    check_weight_files,
+    load_frozen,
+    load_hf_config,
+    load_model,
+    load_tokenizer,
+)
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -196,6 +203,75 @@ def test_weights_that_are_damaged_or_not_those_of_the_config_are_named_before_th
     with pytest.raises(TargetError) as caught:
         check_target(target, load_hf_config(target))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_names_no_files_is_named(tmp_path: Path, content: str) -> None:
+    folder = tmp_path / "t"
+    make_model("llama").save_pretrained(folder, max_shard_size="40KB")
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(TargetError, match=r"model\.safetensors\.index\.json cannot be read"):
+        check_weight_files(TargetConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "40KB"}])
+def test_files_that_transformers_does_not_read_may_be_anything(
+    tmp_path: Path, shards: dict[str, Any]
+) -> None:
+    """Mistral's models hold their weights twice, and who cloned one may have fetched half of it."""
+    folder = save_target(tmp_path / "t")
+    (folder / "model.safetensors").unlink()
+    make_model("llama").save_pretrained(folder, **shards)
+    (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    target = TargetConfig(model=str(folder))
+    check_target(target, load_hf_config(target))
+    load_frozen(target)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_hidden_layers": "six"}, "'num_hidden_layers' expected int, got str"),
+        ({"hidden_size": 33}, "hidden size (33) is not a multiple"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"layer_types": ["wobble"] * 6}, "`layer_types` entries must be in"),
+        ({"dtype": "wobble"}, "no attribute 'wobble'"),
+        ({"quantization_config": "x"}, "AttributeError"),
+        ({"hidden_act": "wobble"}, "KeyError: 'wobble'"),
+        ({"intermediate_size": -5}, "negative dimension"),
+        ({"model_type": "wombat", "auto_map": {"AutoConfig": "own.Config"}}, "custom code"),
+    ],
+)
+def test_a_config_of_nonsense_is_told_in_a_sentence(
+    tmp_path: Path, settings: dict[str, Any], says: str
+) -> None:
+    config = save_target(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    target = TargetConfig(model=str(tmp_path))
+    with pytest.raises(TargetError) as caught:
+        check_target(target, load_hf_config(target))
+    assert says in caught.value.what
+    assert "\n" not in caught.value.what
+
+
+def test_code_that_comes_with_a_model_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask the terminal for a yes, for 15 s."""
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))
+    settings = {"model_type": "wombat", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(TargetError, match="contains custom code") as caught:
+        load_hf_config(TargetConfig(model=str(tmp_path)))
+    assert "code beside a model is never run" in caught.value.next_step
+
+
+@pytest.mark.parametrize("content", ["{}", "[", '{"model": {"type": "Wobble"}}'])
+def test_a_damaged_tokenizer_is_told_in_a_sentence(tmp_path: Path, content: str) -> None:
+    (save_target(tmp_path) / "tokenizer.json").write_text(content)
+    with pytest.raises(TargetError, match="no usable tokenizer") as caught:
+        load_tokenizer(TargetConfig(model=str(tmp_path)))
+    assert "\n" not in caught.value.what
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

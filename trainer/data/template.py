@@ -184,7 +184,8 @@ class ChatTemplate:
                 f"the chat template is no valid Jinja: {error.message}, in line {error.lineno}",
                 next_step="mend it, or give another by target.chat_template",
             ) from None
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            # Others than its own: a template may add a number to a text that is not there.
             raise RefusedError(
                 f"the chat template refuses the conversation: {error}",
                 next_step="leave it out, or give another template by target.chat_template",
