@@ -190,7 +190,8 @@ def run_prompts(
     """What a run will be evaluated on. Asked for before its first step, so that nobody learns of a
     file that does not do when the training is over."""
     room = resolved.drafter.max_position_embeddings - evaluation.max_new_tokens
-    return load_prompts(evaluation, held_out, ChatTemplate(resolved.tokenizer), room)
+    template = ChatTemplate(resolved.tokenizer, resolved.drafter.vocab_size)
+    return load_prompts(evaluation, held_out, template, room)
 
 
 def evaluate_run(

@@ -14,7 +14,12 @@ from trainer.data.template import ChatTemplate
 from trainer.drafter.config import DrafterConfig, text_config
 from trainer.drafter.model import Drafter
 from trainer.errors import ConfigError
-from trainer.target import check_target, load_hf_config, load_tokenizer
+from trainer.target import (
+    check_target,
+    fit_tokenizer,
+    load_hf_config,
+    load_tokenizer,
+)
 from trainer.warm_start import check_start
 
 
@@ -33,8 +38,9 @@ def resolve(config: TrainConfig) -> Resolved:
     """Raises ``ConfigError`` or ``TargetError`` with one message; reads no weights."""
     target = load_hf_config(config.target)
     tokenizer = load_tokenizer(config.target)
-    ChatTemplate(tokenizer).check(answers=bool(config.data.files))
     text = text_config(target)
+    fit_tokenizer(config.target, tokenizer, text.vocab_size)
+    ChatTemplate(tokenizer).check(answers=bool(config.data.files))
     notes = []
     mask = config.drafter.mask_token_id
     if mask is None:

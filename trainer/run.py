@@ -295,6 +295,7 @@ def make_data(resolved: Resolved, targets: Targets, folder: Path) -> Prepared:
         lambda: targets.model(default_device()),
         say,
         resolved.drafter.target_layer_ids,
+        resolved.drafter.vocab_size,
     )
 
 

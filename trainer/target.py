@@ -140,6 +140,20 @@ def load_tokenizer(target: TargetConfig) -> Any:
     return tokenizer
 
 
+def fit_tokenizer(target: TargetConfig, tokenizer: Any, rows: int) -> None:
+    """Pad with tokens that the embedding has a row for. Raises ``TargetError`` for another model's
+    tokenizer, which knows more than that; tokens may be added: Gemma 3's knows an image."""
+    if tokenizer.vocab_size > rows:
+        raise TargetError(
+            f"target.model {target.model}: its tokenizer knows {tokenizer.vocab_size} tokens, its"
+            f" config.json {rows}",
+            next_step="put the model's own tokenizer beside the weights",
+        )
+    if (tokenizer.pad_token_id or 0) >= rows:
+        # Added to many a model that never grew; what pads a row is read like any other token.
+        tokenizer.pad_token = tokenizer.eos_token
+
+
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_target import make_home, make_tokenizer, run_config, save_target, write_chats
+from tiny_target import (
+    SHAPE,
+    VOCABULARY,
+    make_home,
+    make_tokenizer,
+    run_config,
+    save_target,
+    write_chats,
+)
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig
 
 from trainer.__main__ import main
@@ -261,6 +269,24 @@ def test_a_template_that_shows_no_answer_is_refused_before_a_line_is_read(
     path = home / "odd.jinja"
     path.write_bytes(template)
     assert says in message(home, target={"chat_template": str(path)})
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    make_home(tmp_path)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 200}))
+    model.save_pretrained(tmp_path / "target")
+    assert "its tokenizer knows 260 tokens, its config.json 200" in message(tmp_path)
+
+
+def test_a_pad_token_that_the_target_has_no_row_for_pads_nothing(tmp_path: Path) -> None:
+    make_home(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<extra-{i}>" for i in range(VOCABULARY - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == VOCABULARY
+    tokenizer.save_pretrained(tmp_path / "target")
+    resolved = resolve(parse_config(run_config(tmp_path), source="t", base=tmp_path))
+    assert resolved.tokenizer.pad_token_id == resolved.tokenizer.eos_token_id
 
 
 def test_check_names_a_data_file_that_is_not_there(

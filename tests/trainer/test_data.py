@@ -188,6 +188,28 @@ def test_a_conversation_that_the_template_refuses_is_left_out_with_its_line(
     assert refusals == [None, reason]
 
 
+def test_a_conversation_with_a_token_that_the_target_has_no_row_for_is_left_out(
+    tmp_path: Path,
+) -> None:
+    tokenizer = make_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<image>"])
+    lines = [[USER, ANSWER], [{**USER, "content": "what is <image>?"}, ANSWER]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
+    tree = run_config(tmp_path, data={"files": [str(path)]})
+    config = parse_config(tree, source="t", base=tmp_path)
+    rejected: list[Rejection] = []
+    assert check_files(config, tokenizer, rejected.append, rows)["samples"]["samples"] == 1
+    reason = "<image> is a token that the target's embedding has no row for"
+    assert rejected == [Rejection("chats.jsonl:2", reason)]
+    # And as a prompt, which the target would be asked.
+    template = ChatTemplate(tokenizer, rows)
+    assert [template.refusal(messages[:-1]) for messages in lines] == [None, reason]
+    with pytest.raises(DataError, match="<image>"):
+        template.prompt(lines[1][:-1])
+
+
 def test_an_answer_beyond_the_row_is_left_out_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     lines = [[{**USER, "content": "why " * words}, ANSWER] for words in (1, 90)]

@@ -50,7 +50,7 @@ def _check_data(resolved: Resolved) -> int:
         rejected += 1
         say(f"{item.where}: {item.reason}")
 
-    report = check_files(config, resolved.tokenizer, tell)
+    report = check_files(config, resolved.tokenizer, tell, resolved.drafter.vocab_size)
     say(json.dumps(report, indent=2))
     say(f"{rejected} lines are left out")
     made = config.data.make.prompts if config.data.make else []

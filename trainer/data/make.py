@@ -24,6 +24,7 @@ from trainer.data.decode import BatchDecoder, Request, refuse_other_layers
 from trainer.data.features import NONE, FeatureFile
 from trainer.data.settings import FilePrompts, MakeConfig, ResponseConfig, SelfPrompts
 from trainer.data.template import ChatTemplate, stop_tokens
+from trainer.drafter.config import text_config
 from trainer.errors import DataError, first_line
 from trainer.telemetry import compact, duration
 
@@ -148,7 +149,7 @@ class Maker:
         """``features``: keep the target's features of what it writes there."""
         self.model = model
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer, text_config(model.config).vocab_size)
         self.config = config
         self.folder = folder
         self.seed = seed

@@ -135,10 +135,11 @@ def prepare(
     model: Callable[[], Any],
     say: Say,
     layer_ids: tuple[int, ...] = (),
+    rows: int | None = None,
 ) -> Prepared:
     """Make the folder complete and load it. ``model`` loads the whole target; it is called only if
     the target has something to write, and then keeps its features of ``layer_ids`` too, if the
-    config wants features kept."""
+    config wants features kept. ``rows``: of its embedding."""
     found = load_prepared(config, folder)
     if found is not None:
         say(f"data: {folder} is complete: {_line(found.report)}")
@@ -166,7 +167,7 @@ def prepare(
         with _claimed(folder, config):
             # Else another process completed it just now, and may have begun to train on it.
             if not (folder / REPORT).exists():
-                rewritten = _fill(config, folder, tokenizer, maker, rejected)
+                rewritten = _fill(config, folder, tokenizer, rows, maker, rejected)
                 if config.objective.labels == "target":
                     parts = [folder / name for name in PARTS]
                     relabel(parts, model(), say, config.data.sequence_length)
@@ -191,13 +192,14 @@ def _fill(
     config: TrainConfig,
     folder: Path,
     tokenizer: Any,
+    rows: int | None,
     maker: Callable[[], Maker],
     rejected: Rejections,
 ) -> int:
     """Samples and held-out prompts, on disk as they come; returns how many turns are context alone
     because the template rewrites them."""
     asked, rewritten = Journal(folder), 0
-    samples = _from_files(config, tokenizer, rejected.add, asked)
+    samples = _from_files(config, tokenizer, rows, rejected.add, asked)
     if config.data.make is not None:
         samples = itertools.chain(samples, _from_target(config, maker, rejected.add, asked))
     train, held_out = (SampleWriter(folder / name) for name in PARTS)
@@ -269,12 +271,16 @@ def _claimed(folder: Path, config: TrainConfig) -> Iterator[None]:
 
 
 def _from_files(
-    config: TrainConfig, tokenizer: Any, reject: Reject, asked: Journal | None = None
+    config: TrainConfig,
+    tokenizer: Any,
+    rows: int | None,
+    reject: Reject,
+    asked: Journal | None = None,
 ) -> Iterator[_Sample]:
     """Samples of ``data.files``; their held-out prompts go to ``asked``."""
     if not config.data.files:
         return
-    template = ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer, rows)
     for item in itertools.chain.from_iterable(map(read_conversations, config.data.files)):
         if isinstance(item, Rejection):
             reject(item)
@@ -363,10 +369,12 @@ def _line(report: dict[str, Any]) -> str:
     )
 
 
-def check_files(config: TrainConfig, tokenizer: Any, reject: Reject) -> dict[str, Any]:
+def check_files(
+    config: TrainConfig, tokenizer: Any, reject: Reject, rows: int | None = None
+) -> dict[str, Any]:
     """Read and encode everything that needs no target at work; returns the report."""
     lengths, supervised, rewritten = array("q"), 0, 0
-    samples = _from_files(config, tokenizer, reject)
+    samples = _from_files(config, tokenizer, rows, reject)
     for sample in _usable(samples, reject, config, tokenizer):
         lengths.append(len(sample.encoded.tokens))
         supervised += int(sample.encoded.supervised.sum())

@@ -44,13 +44,17 @@ class Encoded:
 class ChatTemplate:
     """A tokenizer's chat template. Raises ``DataError`` if the tokenizer has none."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, rows: int | None = None) -> None:
+        """``rows``: of the target's embedding. Conversations with a token beyond them are refused:
+        on a GPU one ends the process, hours later and without its name."""
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
                 "the target's tokenizer has no chat template",
                 next_step="give one by target.chat_template, or choose an instruction-tuned target",
             )
         self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items() if rows is not None else ()
+        self.rowless = [str(token) for number, token in added if number >= rows]
         self.has_markers = MARKER.search(str(tokenizer.chat_template)) is not None
 
     def check(self, *, answers: bool) -> None:
@@ -71,15 +75,17 @@ class ChatTemplate:
 
     def prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant begins."""
+        self._refuse_rowless(messages)
         return self._tokens(self._render(messages, invite=True))
 
     def refusal(self, messages: Messages) -> str | None:
         """Why the template does not take a prompt; null if it does, as it does a user's words."""
-        if _only_words(messages) is None:
-            try:
+        try:
+            self._refuse_rowless(messages)
+            if _only_words(messages) is None:
                 self._render(messages, invite=True)
-            except RefusedError as error:
-                return error.what
+        except RefusedError as error:
+            return error.what
         return None
 
     def prompts(self, many: Sequence[Messages]) -> list[list[int]]:
@@ -112,6 +118,7 @@ class ChatTemplate:
 
     def encode(self, messages: Messages) -> Encoded:
         """A whole conversation. Raises ``DataError`` when the loss mask cannot be known."""
+        self._refuse_rowless(messages)
         return self._by_markers(messages) if self.has_markers else self._by_prefixes(messages)
 
     def user_frame(self) -> tuple[str, str]:
@@ -170,6 +177,14 @@ class ChatTemplate:
             span = span.copy()
             span[ends[-1] + 1 :] = False
         return span
+
+    def _refuse_rowless(self, messages: Messages) -> None:
+        for token in self.rowless:
+            if any(token in message["content"] for message in messages):
+                raise RefusedError(
+                    f"{token} is a token that the target's embedding has no row for",
+                    next_step="leave the conversation out",
+                )
 
     def _render(self, messages: Messages, *, invite: bool) -> str:
         text = self._apply(messages, tokenize=False, add_generation_prompt=invite)
