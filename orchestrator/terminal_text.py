@@ -61,13 +61,13 @@ def fit(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
-def fit_run(run_id: str, width: int) -> str:
-    """A run id keeps its end, which tells it from the others."""
-    run_id = plain(run_id)
-    if len(run_id) <= width:
-        return run_id
+def fit_name(name: str, width: int) -> str:
+    """A run id, a container's or a host's name keeps its end, which tells it from the others."""
+    name = plain(name)
+    if len(name) <= width:
+        return name
     end = min(11, width // 2)
-    return f"{run_id[: width - end - 1]}…{run_id[-end:]}"
+    return f"{name[: width - end - 1]}…{name[len(name) - end :]}"
 
 
 def _closed(line: str) -> str:

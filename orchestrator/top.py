@@ -18,7 +18,7 @@ from orchestrator.gpu_use import Cards, Look, Looks, mean_use
 from orchestrator.run import RunSummary
 from orchestrator.run_files import SEED_LINES, read_metrics
 from orchestrator.target import Target
-from orchestrator.terminal_text import fit, fit_run
+from orchestrator.terminal_text import fit, fit_name
 from orchestrator.watch import keep_asking
 from trainer.telemetry import StepLine, compact, duration
 
@@ -82,7 +82,7 @@ class Alarm:
 
     def line(self, width: int = 100) -> str:
         """At most ``width`` characters of the name, so that room is left for the words."""
-        return f"{self.stamp} {fit_run(self.who, width)}: {self.text}"
+        return f"{self.stamp} {fit_name(self.who, width)}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def _row(row: Row, widths: list[int], bars: str) -> Line:
     watched, summary = row.watched, row.watched.summary
     live = summary is not None and not summary.is_over
     cells = [""] * len(COLUMNS)
-    cells[0] = fit_run(row.run_id, widths[0]) if row.run_id else "-"
-    cells[1] = fit(row.where, widths[1])
+    cells[0] = fit_name(row.run_id, widths[0]) if row.run_id else "-"
+    cells[1] = fit_name(row.where, widths[1])
     cells[2] = state_text(row)
     if summary is not None and summary.step is not None:
         cells[3] = f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step)

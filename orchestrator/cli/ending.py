@@ -18,7 +18,7 @@ from orchestrator.follow import Follower, Piece, Start
 from orchestrator.paths import RunPaths
 from orchestrator.run import RunRef, RunSummary
 from orchestrator.screen import LogScreen
-from orchestrator.terminal_text import fit_run
+from orchestrator.terminal_text import fit_name
 from trainer.telemetry import duration, read_steps
 
 LOG = RunPaths("").log
@@ -115,7 +115,7 @@ def _prefixes(refs: Sequence[RunRef]) -> list[str]:
     terminal = output.terminal_width()
     if terminal is not None:
         # A quarter of the line is enough to tell them apart.
-        names = [fit_run(name, max(16, terminal // 4)) for name in names]
+        names = [fit_name(name, max(16, terminal // 4)) for name in names]
     width = max(len(name) for name in names)
     return [f"{name:<{width}} | " for name in names]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from orchestrator.agent.frames import finite
 from orchestrator.errors import DflashctlError
-from orchestrator.terminal_text import Stream, fit, plain, shown
+from orchestrator.terminal_text import Stream, fit, fit_name, plain, shown
 
 if TYPE_CHECKING:
     from orchestrator.launch import Step
@@ -123,9 +123,9 @@ class Table:
     """Rows in columns of fixed width: on a terminal as they come, in a pipe all at the end.
 
     The first column holds what one copies: it is never cut. It takes what a terminal has to spare,
-    and a cell too long for it stands on a line of its own. In a pipe nothing is cut: a column is
-    as wide as its longest cell, which only the last row tells, and who reads there reads on until
-    the verb ends.
+    and a cell too long for it stands on a line of its own. The second holds names. In a pipe
+    nothing is cut: a column is as wide as its longest cell, which only the last row tells, and who
+    reads there reads on until the verb ends.
     """
 
     LONGEST = 65
@@ -164,12 +164,12 @@ class Table:
         if self._terminal is None:
             self._held.append(cells)
             return
-        first, *others = cells
-        others = [fit(c, w) for c, w in zip(others, self._widths[1:], strict=True)]
+        first, second, *others = cells
+        others = [fit(c, w) for c, w in zip(others, self._widths[2:], strict=True)]
         if len(first) > self._widths[0]:
             say(first)
             first = ""
-        self._print([first, *others])
+        self._print([first, fit_name(second, self._widths[1]), *others])
 
     def _print(self, cells: list[str]) -> None:
         padded = (f"{c:<{w}}" for c, w in zip(cells, self._widths, strict=True))

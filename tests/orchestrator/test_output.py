@@ -48,6 +48,12 @@ def test_a_run_id_too_long_for_its_column_stands_alone(at: At) -> None:
     assert len(at(120, *ROWS)) == 3
 
 
+def test_containers_whose_names_differ_at_the_end_stay_apart(at: At) -> None:
+    """Of one that does not answer there is nothing else to know it by."""
+    lines = at(80, *[(None, f"train-node-{number:02}", "unreachable") for number in (1, 2)])
+    assert "e-01 unreachable" in lines[1] and "e-02 unreachable" in lines[2]
+
+
 def test_in_a_pipe_the_columns_are_as_wide_as_the_longest_cell_wherever_it_stands(at: At) -> None:
     for rows in (ROWS, ROWS[::-1]):
         header, *lines = at(None, *rows)

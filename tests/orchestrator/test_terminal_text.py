@@ -16,7 +16,7 @@ from orchestrator.diag.finding import Finding, Quote, Report
 from orchestrator.diag.report import render
 from orchestrator.report.page import RunRecord
 from orchestrator.report.page import render as page
-from orchestrator.terminal_text import Stream, clean_bytes, fit, fit_run, plain, shown
+from orchestrator.terminal_text import Stream, clean_bytes, fit, fit_name, plain, shown
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = {
@@ -117,7 +117,7 @@ def test_diag_report_and_top_show_words_only() -> None:
     html = page(RunRecord({"run_id": "r"}, findings=[found.as_dict()], last_lines=[bad]))
     assert "\x1b" not in html
     assert fit(bad, 30) == "Error: out of memory"
-    assert fit_run(bad, 30) == "Error: out of memory"
+    assert fit_name(bad, 30) == "Error: out of memory"
 
 
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "xterm"}])

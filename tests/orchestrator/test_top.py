@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.alarm import Watched
 from orchestrator.errors import ContainerNotRunning, DflashctlError, HostUnreachable, RefusedError
 from orchestrator.run import RunSummary
-from orchestrator.terminal_text import fit_run
+from orchestrator.terminal_text import fit_name
 from orchestrator.top import Alarm, Row, column_widths, frame, sparkline, state_text
 
 RUN = "nightly-20260101-120000-ab12"
@@ -125,8 +125,8 @@ def test_columns_fill_the_width_and_never_more(width: int) -> None:
 
 
 def test_a_shortened_run_id_keeps_its_end() -> None:
-    assert fit_run(RUN, 20).endswith("-ab12")
-    assert len(fit_run(RUN, 20)) == 20
+    assert fit_name(RUN, 20).endswith("-ab12")
+    assert len(fit_name(RUN, 20)) == 20
 
 
 def test_a_state_is_readable_at_80_columns() -> None:
