@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -361,6 +362,16 @@ def test_prepared_data_cut_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokens.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(DataError, match="cannot be read"):
         Samples.load(tmp_path)
+
+
+def test_parquet_without_its_reader_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "chats.parquet").touch()
+    with pytest.raises(DataError, match=r"chats\.parquet is parquet, which is read") as told:
+        list(read_conversations(str(tmp_path / "chats.parquet")))
+    assert "pip install datasets" in told.value.next_step
 
 
 def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.util
 import json
 import zlib
 from collections.abc import Iterator
@@ -104,12 +103,14 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    if importlib.util.find_spec("datasets") is None:
+    try:
+        import datasets  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        # Of what it needs itself, too.
         raise DataError(
-            f"{file} is parquet, which is read through `datasets`, and that is not installed",
+            f"{file} is parquet, which is read through `datasets`: {first_line(error)}",
             next_step="pip install datasets, or convert the file to JSONL",
-        )
-    import datasets  # type: ignore[import-not-found, unused-ignore]
+        ) from None
 
     number = 0
     try:
