@@ -9,6 +9,7 @@ import pytest
 import yaml
 from tiny_target import (
     SHAPE,
+    TEMPLATE,
     VOCABULARY,
     make_home,
     make_tokenizer,
@@ -261,6 +262,8 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(
         (b"\xff", "target.chat_template: cannot read"),
         (b"{{ messages | length }}", "has no {% generation %} markers and rewrites"),
         (b"{% generation %}{% endgeneration %}hi", "markers surround no answer"),
+        (b"{{ messages[0]['content'] + 1 }}", "refuses the conversation: can only concatenate"),
+        (b"{{ raise_exception('never') }}", "refuses the conversation: never, whether"),
     ],
 )
 def test_a_template_that_shows_no_answer_is_refused_before_a_line_is_read(
@@ -287,6 +290,14 @@ def test_a_pad_token_that_the_target_has_no_row_for_pads_nothing(tmp_path: Path)
     tokenizer.save_pretrained(tmp_path / "target")
     resolved = resolve(parse_config(run_config(tmp_path), source="t", base=tmp_path))
     assert resolved.tokenizer.pad_token_id == resolved.tokenizer.eos_token_id
+
+
+def test_a_template_may_want_a_system_message(home: Path) -> None:
+    strict = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    path = home / "strict.jinja"
+    path.write_text(strict + TEMPLATE)
+    tree = run_config(home, target={"model": str(home / "target"), "chat_template": str(path)})
+    resolve(parse_config(tree, source="t", base=home))
 
 
 def test_check_names_a_data_file_that_is_not_there(

@@ -60,18 +60,27 @@ class ChatTemplate:
     def check(self, *, answers: bool) -> None:
         """Raise ``DataError`` for a template that can encode no prompt, or (``answers``) no
         conversation."""
-        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+        user = {"role": "user", "content": "hi"}
         try:
-            if not answers:
-                self.prompt(turns[:1])
-            elif not self.encode(turns).supervised.any():
-                raise DataError(
-                    "the chat template's {% generation %} markers surround no answer",
-                    next_step="mend them, or give another template by target.chat_template",
-                )
+            self._try([user], answers=answers)
         except RefusedError:
-            # It may take others: each conversation is judged by itself.
-            pass
+            # It may want a system's message first; each conversation is judged by itself.
+            try:
+                self._try([{"role": "system", "content": "be kind"}, user], answers=answers)
+            except RefusedError as error:
+                raise DataError(
+                    f"{error.what}, whether a system's message begins it or a user's",
+                    next_step="mend the template, or give another by target.chat_template",
+                ) from None
+
+    def _try(self, prompt: Messages, *, answers: bool) -> None:
+        if not answers:
+            self.prompt(prompt)
+        elif not self.encode([*prompt, {"role": "assistant", "content": "yes"}]).supervised.any():
+            raise DataError(
+                "the chat template's {% generation %} markers surround no answer",
+                next_step="mend them, or give another template by target.chat_template",
+            )
 
     def prompt(self, messages: Messages) -> list[int]:
         """Tokens up to where the assistant begins."""
