@@ -221,6 +221,9 @@ def test_data_without_a_line_is_no_good_data(
     path.write_text(yaml.safe_dump(run_config(tmp_path)))
     assert main(["data", "check", str(path)]) == 2
     assert "no line can be used" in capsys.readouterr().err
+    for command in (["check"], ["data", "prepare"]):
+        assert main([*command, str(path)]) == 2
+        assert f"no line in {tmp_path / 'chats.jsonl'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -228,13 +228,18 @@ def _refuse_none(config: TrainConfig, held_out: int, rejected: Rejections) -> No
 
 
 def check_sources(config: TrainConfig) -> None:
-    """Raises ``DataError`` for a file that cannot be read, before the target writes for hours."""
+    """Raises ``DataError`` for a file that cannot be read, and where not one has a line, before the
+    target writes for hours."""
     made = config.data.make.prompts if config.data.make else []
-    asked = [config.evaluation.prompts] if config.evaluation else []
     prompts = [source.path for source in made if source.kind == "file"]
-    for path in [*config.data.files, *prompts, *asked]:
-        if path is not None:
-            next(read_conversations(path), None)
+    sources = [*config.data.files, *prompts]
+    first = [next(read_conversations(path), None) for path in sources]
+    if len(prompts) == len(made) and not any(first):
+        raise DataError(
+            f"no line in {', '.join(sources)}", next_step="name files that hold conversations"
+        )
+    if config.evaluation and config.evaluation.prompts is not None:
+        next(read_conversations(config.evaluation.prompts), None)
 
 
 def feature_file(folder: Path, model: Any, layer_ids: tuple[int, ...]) -> FeatureFile:
