@@ -82,16 +82,14 @@ print("a drafter died, stopping", flush=True)
 sys.exit(1)
 """
 TORCH = "/opt/dflash/python/bin/python"
+IGNORE = shutil.ignore_patterns("__pycache__")
 
 
 @pytest.mark.torch
 def test_a_compile_race_and_the_thread_that_made_it(ill_cli: Cli, ill: Lab, code: Path) -> None:
     if not ill.spec.shared_python.is_dir():
         pytest.skip("no training interpreter on this machine")
-    (code / "trainer").mkdir()
-    for name in ("__init__", "__main__", "traced", "compile_lock", "torch_internals", "errors"):
-        shutil.copy(ROOT / "trainer" / f"{name}.py", code / "trainer")
-    shutil.copy(ROOT / "trainer" / "telemetry.py", code / "trainer")
+    shutil.copytree(ROOT / "trainer", code / "trainer", ignore=IGNORE)
     script = f"export OMP_NUM_THREADS=1\nexec {TORCH} -m trainer trace race.py\n"
     run_id = launch(ill_cli, code, script, ct=302, race=RACE)
     if over(ill_cli, run_id, 240)["exit_code"] == 77:

@@ -215,7 +215,7 @@ def test_every_look_before_the_leap_is_json_too(cli: Cli, code: Path) -> None:
     assert sent == {"command": ["echo", "it's"], "python": "/srv/python/bin/python"}
     assert cli.json("push", "lab-201", "--dry-run", cwd=code)["paths"] == ["start_training.sh"]
     rows = {row["ct"]: row["state"] for row in cli.json("top")["runs"] if row["run_id"] is None}
-    assert rows[202] == "off"
+    assert rows[202] == "not running"
 
 
 def test_characters_that_the_terminal_lacks_end_no_verb(cli: Cli, code: Path) -> None:

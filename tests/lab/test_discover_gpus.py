@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import MakeLab
 from laptop import Cli
 
 from orchestrator.lab import Container, Lab
@@ -18,7 +18,7 @@ CARD = r"Model: NVIDIA H200\nGPU UUID: GPU-%s\nDevice Minor: %s\n"
 
 
 @pytest.fixture
-def passing(make_lab: MakeLab) -> Lab:
+def passing(make_lab: Callable[..., Lab]) -> Lab:
     """A host with two cards and three containers: 500 is passed both as ``devN``, 501 the second as
     a mount, 502 one of which the driver says nothing."""
     nodes = tuple(Path(f"/dev/{name}") for name in ("nvidia0", "nvidia1", "nvidiactl"))
