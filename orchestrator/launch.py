@@ -33,6 +33,7 @@ from orchestrator.reconnect import reconnecting
 from orchestrator.release import Release
 from orchestrator.route import find_route
 from orchestrator.target import HostTarget, Target
+from orchestrator.terminal_text import counted
 
 START_SCRIPT = "start_training.sh"
 # Nothing was started, for certain.
@@ -345,7 +346,7 @@ def plan(target: Target, order: Order, release: Release | None) -> list[Step]:
     ]
     which = {}
     if release is not None:
-        size = f"{release.files} files, {release.bytes} bytes"
+        size = f"{counted(release.files, 'file')}, {release.bytes} bytes"
         steps += [
             _agent("release.begin", {"release": release.id}, f"({size})"),
             _agent("release.blobs", {}, "(those that the container lacks)"),

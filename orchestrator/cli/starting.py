@@ -14,6 +14,7 @@ from orchestrator.launch import Order, Started
 from orchestrator.release import Release
 from orchestrator.run import RunRef
 from orchestrator.target import Target
+from orchestrator.terminal_text import counted
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _tell(started: Started, release: Release | None, as_json: bool) -> None:
 
 def words(started: Started, release: Release | None) -> str:
     """What runs, of which code, and how to follow it."""
-    pushed = f", {release.files} files, {output.size(release.bytes)}" if release else ""
+    pushed = f", {counted(release.files, 'file')}, {output.size(release.bytes)}" if release else ""
     its_release = started.answer.get("release")
     code = f"release {its_release}{pushed}" if its_release else "nothing was pushed"
     state = "already runs" if started.answer.get("already") else "started"

@@ -32,6 +32,7 @@ from orchestrator.laptop_path import laptop_path, working_folder
 from orchestrator.reconnect import reconnecting
 from orchestrator.release import Release
 from orchestrator.target import Target
+from orchestrator.terminal_text import counted
 
 
 def push(
@@ -63,7 +64,9 @@ def push(
         if dry_run:
             for entry in release.entries:
                 output.say(entry.path)
-            output.notice(f"{release.files} files, {output.size(release.bytes)}: {release.id}")
+            output.notice(
+                f"{counted(release.files, 'file')}, {output.size(release.bytes)}: {release.id}"
+            )
             return
         failed = _push(session.fleet, found, release, opening, as_json)
     if failed:
@@ -120,7 +123,7 @@ def _tell(target: Target, release: Release, answer: dict[str, Any], as_json: boo
         return
     was = "was there already" if answer["existing"] else "pushed"
     output.say(
-        f"{answer['release']} {was} on {target.name}: {release.files} files, "
+        f"{answer['release']} {was} on {target.name}: {counted(release.files, 'file')}, "
         f"{output.size(release.bytes)}, at {answer['path']}"
     )
     if answer["removed"]:
@@ -184,7 +187,7 @@ def pull(
 def _tell_pulled(target: Target, run_id: str, pulled: transfer.Pulled, as_json: bool) -> None:
     if not as_json:
         output.say(
-            f"{pulled.files} files, {output.size(pulled.bytes)} into {pulled.destination} "
+            f"{counted(pulled.files, 'file')}, {output.size(pulled.bytes)} into {pulled.destination} "
             f"({pulled.unchanged} unchanged)"
         )
         return

@@ -17,8 +17,9 @@ from orchestrator.examine import examine
 from orchestrator.laptop_path import laptop_path, writing
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
-from orchestrator.playbook.stage import Stage, counted
+from orchestrator.playbook.stage import Stage
 from orchestrator.run import RunRef
+from orchestrator.terminal_text import counted
 
 
 def preflight(stage: Stage, action: actions.Preflight) -> Done:

@@ -67,7 +67,3 @@ class Stage:
         if known is None:
             known = self._channels[target.name] = self.fleet.container(target)
         return known
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

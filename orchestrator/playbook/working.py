@@ -15,10 +15,11 @@ from orchestrator.errors import NotFoundError, RunFailed
 from orchestrator.laptop_path import laptop_path
 from orchestrator.playbook import actions
 from orchestrator.playbook.runner import Done
-from orchestrator.playbook.stage import Stage, counted
+from orchestrator.playbook.stage import Stage
 from orchestrator.request import exec_ending
 from orchestrator.run import RunRef
 from orchestrator.run_files import first_before
+from orchestrator.terminal_text import counted
 from orchestrator.watch import Report, Watch
 from trainer.telemetry import duration
 

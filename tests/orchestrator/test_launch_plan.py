@@ -103,7 +103,7 @@ def test_without_a_push_nothing_of_the_release_is_sent() -> None:
 
 @pytest.mark.parametrize(
     ("release", "code"),
-    [(RELEASE, f"(release {RELEASE.id}, 1 files, 5 B)"), (None, "(nothing was pushed)")],
+    [(RELEASE, f"(release {RELEASE.id}, 1 file, 5 B)"), (None, "(nothing was pushed)")],
 )
 def test_a_launch_says_what_code_runs(release: Release | None, code: str) -> None:
     answer = {"state": "starting", "release": release.id if release else None}
