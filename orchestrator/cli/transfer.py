@@ -187,8 +187,8 @@ def pull(
 def _tell_pulled(target: Target, run_id: str, pulled: transfer.Pulled, as_json: bool) -> None:
     if not as_json:
         output.say(
-            f"{counted(pulled.files, 'file')}, {output.size(pulled.bytes)} into {pulled.destination} "
-            f"({pulled.unchanged} unchanged)"
+            f"{counted(pulled.files, 'file')}, {output.size(pulled.bytes)} into "
+            f"{pulled.destination} ({pulled.unchanged} unchanged)"
         )
         return
     output.emit(
