@@ -157,6 +157,7 @@ def test_input_of_a_request_that_failed_stops_early(open_channel: Open) -> None:
     assert one.call("ping")
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_far_behind_makes_the_far_side_wait(
     open_channel: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_dead_link_is_noticed_by_pings(
     assert not one.link_alive
 
 
+@pytest.mark.slow
 def test_a_quiet_link_that_answers_pings_is_not_dead(
     open_channel: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

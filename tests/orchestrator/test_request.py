@@ -40,6 +40,7 @@ class FarSide:
             time.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.5e6, 4e6])
 def test_a_slow_link_has_two_seconds_of_it_under_way_at_most(rate: float) -> None:
     far = FarSide(rate)

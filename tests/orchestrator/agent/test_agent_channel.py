@@ -115,6 +115,7 @@ def test_the_end_of_input_ends_the_agent_and_its_commands(agent: Any) -> None:
     wait_until(lambda: gone(int(payload)))
 
 
+@pytest.mark.slow
 def test_a_command_that_ignores_its_end_is_killed_with_the_channel(agent: Any) -> None:
     number = agent.send("exec", command=["sh", "-c", "trap '' TERM; echo $$; sleep 600; sleep 600"])
     _, payload = agent.receive(number)
