@@ -133,3 +133,11 @@ class RunFailed(DflashctlError):
 
 class TransferError(DflashctlError):
     exit_code = 1
+
+
+def silence(error: DflashctlError) -> str:
+    """Why a container does not tell of its runs, in a word; never a state of a run. One that
+    answered, and will not do (a missing interpreter), is no dead link."""
+    if isinstance(error, ContainerNotRunning):
+        return "not running"
+    return "unreachable" if isinstance(error, UnreachableError) else "unknown"

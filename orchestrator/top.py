@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from orchestrator import logged_steps
 from orchestrator.alarm import Notice, Throughput, Watched
 from orchestrator.channel import AgentChannel
-from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
+from orchestrator.errors import DflashctlError, silence
 from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Cards, Look, Looks, mean_use
 from orchestrator.run import RunSummary
@@ -165,14 +165,9 @@ def _row(row: Row, widths: list[int], bars: str) -> Line:
 
 
 def state_text(row: Row) -> str:
-    error = row.watched.unreachable
-    if row.run_id is None and error is None:
-        return "idle"
-    if isinstance(error, ContainerNotRunning):
-        return "not running"
-    # It answered, and will not do: a missing interpreter is no dead link. `ps` says the same.
-    refused = error is not None and not isinstance(error, UnreachableError)
-    return "unknown" if refused else row.watched.state
+    if row.watched.unreachable is not None:
+        return silence(row.watched.unreachable)
+    return "idle" if row.run_id is None else row.watched.state
 
 
 def _join(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from orchestrator.cli.options import (
     Targets,
 )
 from orchestrator.cli.session import Session, open_session
-from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
+from orchestrator.errors import DflashctlError, silence
 from orchestrator.fanout import each_run
 from orchestrator.fleet import Fleet
 from orchestrator.gpu_use import Looks, mean_use
@@ -114,7 +114,7 @@ def _silent_code(answers: list[Asked]) -> int:
 
 def _rows(table: output.Table, answer: Asked) -> None:
     if answer.error is not None:
-        table.row(None, answer.target.name, _silence(answer.error))
+        table.row(None, answer.target.name, silence(answer.error))
     for run in answer.runs:
         table.row(
             run.run_id,
@@ -134,13 +134,6 @@ def _gpus(cards: list[dict[str, Any]]) -> str | None:
     return " ".join([*parts, f"{use:.0f}%"] if use is not None else parts)
 
 
-def _silence(error: DflashctlError) -> str:
-    """Why there is no answer; never a state of a run."""
-    if isinstance(error, ContainerNotRunning):
-        return "not running"
-    return "unreachable" if isinstance(error, UnreachableError) else "unknown"
-
-
 def _as_json(answers: list[Asked], last: dict[str, RememberedRun]) -> dict[str, Any]:
     runs = [
         {**run.as_json(answer.target), "gpu_use": answer.cards.get(run.run_id, [])}
@@ -150,7 +143,7 @@ def _as_json(answers: list[Asked], last: dict[str, RememberedRun]) -> dict[str, 
     silent = [
         {
             **answer.target.place,
-            "state": _silence(answer.error),
+            "state": silence(answer.error),
             "remembered_run": last[name].run_id if (name := answer.target.name) in last else None,
             "error": answer.error.as_dict(),
         }
