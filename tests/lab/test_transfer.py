@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +49,38 @@ def test_only_what_is_missing_travels(cli: Cli, proxied: Proxy, code: Path) -> N
     assert 50_000 < proxied.traffic()["up"] - before < 80_000
 
 
-def test_old_releases_go_but_those_that_a_run_or_its_results_need(
-    cli: Cli, lab: Lab, code: Path, tmp_path: Path
-) -> None:
-    workdir = new_name("/workspace/few")
-    known = yaml.safe_load(lab.inventory.read_text())
-    known["containers"]["lab-201"] |= {"workdir": workdir, "keep_releases": 2}
-    cli.inventory = tmp_path / "few.yaml"
-    cli.inventory.write_text(yaml.safe_dump(known))
-    releases = lab.files(201) / workdir.lstrip("/") / "dflashctl/releases"
+@pytest.fixture
+def keeping(cli: Cli, lab: Lab, tmp_path: Path) -> Callable[[int], Path]:
+    """``keeping(n)``: of container 201 the last n releases are kept, in a work folder of their own;
+    returns where they lie."""
 
-    def change(text: str) -> None:
+    def keep(count: int) -> Path:
+        workdir = new_name("/workspace/keeping")
+        known = yaml.safe_load(lab.inventory.read_text())
+        known["containers"]["lab-201"] |= {"workdir": workdir, "keep_releases": count}
+        cli.inventory = tmp_path / "keeping.yaml"
+        cli.inventory.write_text(yaml.safe_dump(known))
+        return lab.files(201) / workdir.lstrip("/") / "dflashctl/releases"
+
+    return keep
+
+
+@pytest.fixture
+def push(cli: Cli, code: Path) -> Callable[[str], dict[str, Any]]:
+    """Pushes the code with another text in it."""
+
+    def change_and_push(text: str) -> dict[str, Any]:
         (code / "what").write_text(text)
-
-    def push(text: str) -> dict[str, Any]:
-        change(text)
         return cli.json("push", "lab-201", cwd=code)
 
-    change("lived in")
+    return change_and_push
+
+
+def test_old_releases_go_but_those_that_a_run_or_its_results_need(
+    cli: Cli, keeping: Callable[[int], Path], push: Callable[[str], dict[str, Any]], code: Path
+) -> None:
+    releases = keeping(2)
+    (code / "what").write_text("lived in")
     run_id = cli.json("launch", "lab-201", "--", "sleep", "600", cwd=code)["run_id"]
     (lived_in,) = (path.stem for path in releases.glob("*.json"))
     written, plain = push("written into"), push("plain")
@@ -74,7 +89,7 @@ def test_old_releases_go_but_those_that_a_run_or_its_results_need(
     assert (releases / lived_in / "what").read_text() == "lived in"
     assert (releases / written["release"] / "results.csv").read_text() == "dear"
     cli("stop", run_id, code=0)
-    change("launched")
+    (code / "what").write_text("launched")
     # Nobody waits for it.
     cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
     until(lambda: not (releases / lived_in).exists())
@@ -82,21 +97,15 @@ def test_old_releases_go_but_those_that_a_run_or_its_results_need(
 
 
 def test_an_old_release_that_cannot_be_removed_fails_no_push(
-    cli: Cli, lab: Lab, code: Path, tmp_path: Path
+    cli: Cli,
+    lab: Lab,
+    keeping: Callable[[int], Path],
+    push: Callable[[str], dict[str, Any]],
+    code: Path,
 ) -> None:
     """On one stands a mount, in the other too, somewhere below."""
-    workdir = new_name("/workspace/held")
-    known = yaml.safe_load(lab.inventory.read_text())
-    known["containers"]["lab-201"] |= {"workdir": workdir, "keep_releases": 1}
-    cli.inventory = tmp_path / "held.yaml"
-    cli.inventory.write_text(yaml.safe_dump(known))
-    releases = lab.files(201) / workdir.lstrip("/") / "dflashctl/releases"
+    releases = keeping(1)
     (code / "scratch").mkdir()
-
-    def push(text: str) -> dict[str, Any]:
-        (code / "what").write_text(text)
-        return cli.json("push", "lab-201", cwd=code)
-
     first = push("first")
     lab.pct("exec", 201, "--", "mount", "--bind", first["path"], first["path"])
     busy = {"path": first["path"], "why": "Device or resource busy"}
@@ -109,7 +118,7 @@ def test_an_old_release_that_cannot_be_removed_fails_no_push(
 
     assert " pushed on lab-201" in pushed.stdout and second["release"] in pushed.stderr
     (left,) = releases.glob(".removed-*")
-    hidden = f"{workdir}/dflashctl/releases/{left.name}"
+    hidden = first["path"].replace(first["release"], left.name)
     for path in (first["path"], hidden):
         assert f"the old {path} could not be removed: Device or resource busy" in pushed.stderr
         assert f"dflashctl exec lab-201 -- ls -laR {path}" in pushed.stderr

@@ -359,6 +359,26 @@ def test_two_people_push_the_same_code_at_once(agents: Any) -> None:
     assert content(first["path"]) == files
 
 
+def test_a_commit_reads_no_blob_again_that_its_push_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counted(source: int) -> str:
+        read.append(digest)
+        return digest
+
+    monkeypatch.setattr("orchestrator.agent.blobs._digest", counted)
+    for stamp in (1, 2):
+        data = b"%d" % stamp
+        digest = hashlib.sha256(data).hexdigest()
+        store = BlobStore(ContainerPaths(str(tmp_path)))
+        store.receive([(digest, 1)], iter([data]), stamp)
+        assert store.place(digest, 1, os.fsencode(tmp_path / digest), 0o644, 1)
+    # Only that of another push.
+    assert read == [hashlib.sha256(b"2").hexdigest()]
+
+
 def test_a_blob_that_another_push_puts_in_its_place_while_it_is_linked_is_dressed_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
