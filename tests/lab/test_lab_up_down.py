@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from laptop import until
 
 import orchestrator
 from orchestrator.errors import NotFoundError, RefusedError, UsageError
@@ -232,6 +234,21 @@ def test_a_folder_that_is_no_labs_is_left_alone(make_lab: MakeLab) -> None:
     assert precious.exists()
     precious.unlink()
     lab.layout.root.rmdir()
+
+
+def test_a_container_starts_though_its_last_boots_network_is_not_down_yet(
+    make_lab: MakeLab,
+) -> None:
+    """The kernel takes it down in its own time, and one machine's all in one queue."""
+    lab = make_lab((Container(200),), backend="unshare")
+    lab.up()
+    links = lab.host(["ip", "-o", "link", "show", "type", "veth"]).stdout
+    (name,) = re.findall(r"^\d+: (\S+?)@", links, re.MULTILINE)
+    lab.stop(200)
+    until(lambda: lab.host(["ip", "link", "show", name]).returncode)
+    assert lab.host(["ip", "link", "add", name, "type", "veth"]).returncode == 0
+    lab.start(200)
+    assert "eth0" in lab.pct("exec", 200, "--", "ip", "link")
 
 
 def test_two_labs_do_not_meet(lab: Lab, make_lab: MakeLab) -> None:

@@ -101,7 +101,9 @@ sub add_network {    # '' or what went wrong
     my ( $vmid, $spec, $pid ) = @_;
     my ($bridge) = $spec =~ /^bridge (\S+)/m or return '';
     my $veth = 'd' . substr( $bridge, 3, 6 ) . sprintf '%x', $vmid;
-    my $command = "ip link add $veth type veth peer name eth0 netns $pid"
+    # The kernel takes down the last boot's in its own time, and one machine's all in one queue.
+    my $command = "ip link del $veth 2>/dev/null;"
+      . " ip link add $veth type veth peer name eth0 netns $pid"
       . " && ip link set $veth master $bridge up";
     return qx{($command) 2>&1};
 }
