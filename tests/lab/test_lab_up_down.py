@@ -242,11 +242,11 @@ def test_a_container_starts_though_its_last_boots_network_is_not_down_yet(
     """The kernel takes it down in its own time, and one machine's all in one queue."""
     lab = make_lab((Container(200),), backend="unshare")
     lab.up()
-    links = lab.host(["ip", "-o", "link", "show", "type", "veth"]).stdout
+    links = ip("-o", "link", "show", "master", lab.layout.bridge).stdout
     (name,) = re.findall(r"^\d+: (\S+?)@", links, re.MULTILINE)
     lab.stop(200)
-    until(lambda: lab.host(["ip", "link", "show", name]).returncode)
-    assert lab.host(["ip", "link", "add", name, "type", "veth"]).returncode == 0
+    until(lambda: ip("link", "show", name).returncode)
+    assert ip("link", "add", name, "type", "veth").returncode == 0
     lab.start(200)
     assert "eth0" in lab.pct("exec", 200, "--", "ip", "link")
 
