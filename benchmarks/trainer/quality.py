@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def data_part(options: argparse.Namespace) -> None:
     figure("data_s", time.perf_counter() - began)
     for name in ("samples", "tokens", "supervised"):
         figure(name, prepared.report["train"][name])
-    questions = ask(options, resolved, prepared.prompts)
+    questions = ask(options, resolved, prepared.prompts())
     stop = stop_tokens(resolved.tokenizer, model.generation_config)
     for kind, prompts in questions.items():
         answers = greedy(model, prompts, options.new_tokens, stop)
@@ -96,7 +96,7 @@ def data_part(options: argparse.Namespace) -> None:
 
 
 def ask(
-    options: argparse.Namespace, resolved: Resolved, held_out: list[list[dict[str, str]]]
+    options: argparse.Namespace, resolved: Resolved, held_out: Iterable[list[dict[str, str]]]
 ) -> dict[str, list[list[int]]]:
     """Tokens of the prompts of each kind. Held-out prompts with the code opening are no chat."""
     source = FilePrompts(kind="file", path=options.humaneval, template=CODE + "{prompt}")
