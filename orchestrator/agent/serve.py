@@ -48,6 +48,8 @@ class Request:
         self.ended = threading.Event()
         self.result: dict[str, Any] | None = None
         self.failure: AgentError | None = None
+        self.afterwards: Callable[[], None] = lambda: None
+        """What of its work the answer need not wait for."""
         self._cancel = threading.Event()
         self._event = -1
         self._arrival = threading.Condition()
@@ -312,9 +314,11 @@ class Server:
 
                 text = "".join(traceback.format_exception(error))
                 result, failure = None, AgentError("internal", repr(error), traceback=text)
-            self._answer(request, result, failure)
-        except Cancelled:
-            pass
+            with contextlib.suppress(Cancelled):
+                self._answer(request, result, failure)
+            # Whoever asked may be gone, and hears nothing of it.
+            with contextlib.suppress(OSError):
+                request.afterwards()
         finally:
             with self._change:
                 self._running -= 1
