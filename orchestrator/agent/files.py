@@ -11,9 +11,14 @@ from typing import Any
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """:raises OSError: with the file's path, which the kernel leaves out: whose disk is full?"""
     view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    try:
+        while view:
+            view = view[os.write(descriptor, view) :]
+    except OSError as error:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def remove_tree(path: str) -> None:

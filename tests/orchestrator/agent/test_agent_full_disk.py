@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,4 +111,15 @@ print("the last line", flush=True)
     text = "\n".join(lines(run))
     assert end["lost_bytes"] > 1_000_000
     assert "the last line" in text
+    runs.agent.close()
+
+
+def test_a_push_that_fills_the_disk_names_a_file_on_it(runs: Any, small_disk: Path) -> None:
+    on(runs, small_disk)
+    data = os.urandom(4 << 20)
+    name = [[hashlib.sha256(data).hexdigest(), len(data)]]
+    error = runs.agent.error(runs.agent.stream("release.blobs", data, blobs=name))
+    assert error["kind"] == "disk.full"
+    assert error["detail"]["path"].startswith(f"{small_disk}/dflashctl/blobs/")
+    assert error["detail"]["path"] in error["message"]
     runs.agent.close()
