@@ -15,6 +15,8 @@ PIP_FLAGS := $(if $(shell test -t 2 && echo terminal),,--quiet) --disable-pip-ve
 # What runs in containers runs on Python 3.10 too: no newer syntax, no newer part of the library.
 IN_CONTAINERS := -p orchestrator.agent -p trainer -m orchestrator.paths -m orchestrator.meeting \
   -m orchestrator.environment.collector
+# Benchmarks are scripts that import those beside them by name.
+scripts = $(patsubst benchmarks/$(1)/%.py,-m %,$(wildcard benchmarks/$(1)/*.py))
 # Two processes more than there are cores, for the lab's tests mostly wait; a file to one process, for
 # its lab tests share one lab. In the order of the folders: xdist would begin the files of few tests last,
 # and those are the long ones.
@@ -73,11 +75,13 @@ style:
 	$(BIN)/ruff format --check .
 
 types-controller:
-	$(BIN)/mypy -p orchestrator
+	MYPYPATH=benchmarks/controller:tests $(BIN)/mypy -p orchestrator $(call scripts,controller)
 
-# Most of its time is torch's own types, so the trainer is read once: as the oldest Python reads it.
+# Most of its time is torch's own types, so the trainer and its benchmarks are read once: as the oldest
+# Python reads them.
 types-containers:
-	$(BIN)/mypy --python-version 3.10 $(IN_CONTAINERS)
+	MYPYPATH=benchmarks/trainer $(BIN)/mypy --python-version 3.10 $(IN_CONTAINERS) \
+	  $(call scripts,trainer) -m benchmarks.pipeline_sim
 
 install: system $(VENV)/installed
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "tests")]
 
@@ -46,7 +47,7 @@ class Bench:
     def shell(self, *command: str) -> None:
         subprocess.run(command, env=self.environment, check=True, stdout=subprocess.DEVNULL)
 
-    def once(self, op: str, **fields: object) -> None:
+    def once(self, op: str, **fields: Any) -> None:
         agent = self.agent()
         agent.call(op, **fields)
         agent.close()

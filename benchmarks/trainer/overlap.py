@@ -106,12 +106,14 @@ def measure_threads(load: Workload, drafters: list[DrafterWorker], count: int) -
         assert summer is not None
         return summer.finished, lambda sums: drafter._await_sum(0, summer, sums)
 
+    def timed(mode: str) -> list[float]:
+        return together(lambda s, d: s.seconds(count, *modes(*ways(d))[mode]))
+
     tell_sums(together(lambda s, d: summed(s, *ways(d))))
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(ROUNDS):
         for mode in MODES:
-            timed = together(lambda s, d, m=mode: s.seconds(count, *modes(*ways(d))[m]))
-            found[mode].append(max(timed))
+            found[mode].append(max(timed(mode)))
     first = drafters[0].summer
     assert first is not None
     tell(found, first.buckets)

@@ -140,7 +140,7 @@ def lock_cost() -> dict[str, Any]:
     plain = torch.compile(own_code(body, "plain"), fullgraph=True)  # type: ignore[arg-type]
     locked = lock.compile(body, "locked")
     x = torch.randn(64, device="cuda" if torch.cuda.is_available() else "cpu")
-    best = {}
+    best: dict[str, float] = {}
     with lock.thread():
         for name, call in (("plain", plain), ("locked", locked)) * 5:
             for _ in range(50):

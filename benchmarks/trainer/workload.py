@@ -100,14 +100,12 @@ class RandomBatches:
     shape_: Shape
     slots: int
     steps: int = 100_000
-    pool: list[Batch] = field(default_factory=list)
+    shape: tuple[int, int, int] = field(init=False)
+    pool: list[Batch] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.shape = (self.shape_.rows, self.shape_.length, self.shape_.anchors)
         self.pool = [self._make(i) for i in range(8)]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.shape_.rows, self.shape_.length, self.shape_.anchors
 
     def __call__(self, step: int, slot: int) -> Batch:
         return self.pool[(step * self.slots + slot) % len(self.pool)]
