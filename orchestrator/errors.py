@@ -13,6 +13,7 @@ exception is a fault of ours and shows its traceback.
     │   ├── HostKeyMismatch   3
     │   ├── ConnectionLost    3  it was there and went away
     │   └── ExecFailed        3  pct, lxc-attach or python never reached our agent
+    │       └── LoginShellBroken 3  nor will they in any other container of that host
     ├── RefusedError          4  preflight, lease, double launch
     │   └── ContainerNotRunning 4
     ├── NotFoundError         5  no such host, container, run or file
@@ -104,6 +105,10 @@ class ConnectionLost(UnreachableError):
 
 
 class ExecFailed(UnreachableError):
+    pass
+
+
+class LoginShellBroken(ExecFailed):
     pass
 
 

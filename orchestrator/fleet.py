@@ -20,6 +20,7 @@ from orchestrator.errors import (
     DflashctlError,
     HostKeyMismatch,
     HostUnreachable,
+    LoginShellBroken,
 )
 from orchestrator.paths import HOST_WORKDIR
 from orchestrator.relay import RELAYS, RelayLink
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
 # Channels of its own that one verb may keep open on a host: the others are for the host's agent,
 # and for a second verb.
 KEPT = CHANNELS - 2
-OF_THE_LINK = (HostUnreachable, AuthenticationFailed, HostKeyMismatch, ConnectionLost)
+OF_THE_HOST = (
+    HostUnreachable,
+    AuthenticationFailed,
+    HostKeyMismatch,
+    ConnectionLost,
+    LoginShellBroken,
+)
 
 
 def agent_argv(target: Target) -> list[str]:
@@ -273,7 +280,7 @@ class Fleet:
         channel = self.host(host)
         try:
             channel.hello()
-        except OF_THE_LINK:
+        except OF_THE_HOST:
             raise
         except DflashctlError as error:
             with self._lock:

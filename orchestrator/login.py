@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramiko import Channel, Message, SSHClient, SSHConfig
 from paramiko import Transport as Paramiko
+from paramiko.common import MSG_CHANNEL_CLOSE
 
 from orchestrator import host_keys
 from orchestrator.errors import AuthenticationFailed
@@ -56,6 +57,34 @@ class Transport(Paramiko):
         # Not while keys are exchanged: this thread would wait for itself.
         if self.clear_to_send.is_set():
             self.send_ignore(1)
+
+    def _send_message(self, message: Any) -> None:
+        """One at a time: under paramiko's lock, where it is a channel's."""
+        lane = getattr(message, "lane", None)
+        if lane is not None:
+            if lane.closed:
+                return
+            lane.closed = message.packet.getbuffer()[0] == MSG_CHANNEL_CLOSE
+        super()._send_message(message)  # type: ignore[misc]
+
+
+class Lane:
+    """A channel's way to its transport, which ends with the channel's CLOSE.
+
+    paramiko's thread answers the CLOSE of a command that ended, and what another thread was about
+    to send on that channel follows. sshd then ends the connection, with all its other channels.
+    """
+
+    def __init__(self, transport: Paramiko) -> None:
+        self._transport = transport
+        self.closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _send_user_message(self, message: Any) -> None:
+        message.lane = self
+        self._transport._send_user_message(message)  # type: ignore[attr-defined]
 
 
 def dial(route: Route, name: str, secret: str | None = None) -> Connection:
@@ -108,6 +137,7 @@ def adopt(client: SSHClient, route: Route, name: str) -> Connection:
 def start_session(transport: Paramiko, line: str) -> Channel:
     """``line`` in the host's shell."""
     channel = transport.open_session(window_size=WINDOW, timeout=CONNECT_S)
+    channel.transport = Lane(transport)  # type: ignore[assignment]
     channel.exec_command(line)
     return channel
 

@@ -16,6 +16,7 @@ from orchestrator.errors import (
     ContainerNotRunning,
     DflashctlError,
     ExecFailed,
+    LoginShellBroken,
     RefusedError,
 )
 
@@ -225,12 +226,12 @@ def says_why(stderr: str) -> bool:
 
 def broken_shell(
     heard: str, status: int | None, *, host: str, user: str, ct: int | None
-) -> ExecFailed:
+) -> LoginShellBroken:
     """A login shell that ends, or becomes another program, before it runs what ssh gives it."""
     lines = heard.strip().splitlines()
     said = f"; it printed: {lines[-1][:200]}" if lines else "; nothing was printed"
     ended = f" (exit code {status})" if status is not None else ""
-    return ExecFailed(
+    return LoginShellBroken(
         f"the login shell of {user} on the host does not run what it is given{ended}{said}",
         next_step=f"on the host, in ~{user}/.bashrc (or the start-up file of that shell): leave "
         "`exit`, `exec` and `read` to interactive shells, by `case $- in *i*) ;; *) return;; esac` "

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
 import yaml
 from laptop import Cli, Terminal, free_port, until
+from paramiko.common import MSG_CHANNEL_CLOSE, MSG_CHANNEL_DATA
 
 from orchestrator.connection import HostConnection
 from orchestrator.inventory import Host
@@ -197,10 +201,38 @@ def test_a_locked_key_that_the_agent_holds_needs_no_passphrase(
     cli("exec", "lab-201", "--", "true", code=0)
 
 
-def test_the_cipher_is_one_that_authenticates_in_the_same_pass(lab: Lab) -> None:
+@pytest.fixture
+def connection(lab: Lab) -> Iterator[HostConnection]:
     host = Host.model_validate(yaml.safe_load(lab.inventory.read_text())["hosts"]["lab"])
-    with HostConnection(HostTarget(name="lab", settings=host)) as connection:
-        assert "gcm" in connection.open().transport.local_cipher
+    with HostConnection(HostTarget(name="lab", settings=host)) as made:
+        yield made
+
+
+def test_the_cipher_is_one_that_authenticates_in_the_same_pass(connection: HostConnection) -> None:
+    assert "gcm" in connection.open().transport.local_cipher
+
+
+def test_what_is_sent_as_a_command_ends_leaves_the_connection_to_the_others(
+    connection: HostConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = paramiko.Transport._send_user_message  # type: ignore[attr-defined]
+    ended = threading.Event()
+
+    def late(self: paramiko.Transport, message: paramiko.Message) -> None:
+        """Data is overtaken by the answer to the command's end, as on a busy laptop."""
+        kind = message.asbytes()[0]
+        assert kind != MSG_CHANNEL_DATA or ended.wait(30)
+        usual(self, message)
+        if kind == MSG_CHANNEL_CLOSE:
+            ended.set()
+
+    with closing(connection.session(["cat"])) as other:
+        with closing(connection.session(["sleep", "0.3"])) as brief:
+            monkeypatch.setattr(paramiko.Transport, "_send_user_message", late)
+            brief.send(b"too late")
+            assert ended.is_set()
+        other.send(b"still there")
+        assert other.receive() == b"still there"
 
 
 def test_all_containers_of_a_host_share_one_connection(cli: Cli, proxied: Proxy) -> None:

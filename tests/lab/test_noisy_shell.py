@@ -103,3 +103,5 @@ def test_a_login_shell_that_runs_nothing_is_named_with_its_remedy(
         assert printed in said
         assert "~root/.bashrc" in said and "interactive" in said
         assert "dflashctl doctor" not in said
+        # It is the host's fault, and all its containers': once.
+        assert said.count("~root/.bashrc") == 1
