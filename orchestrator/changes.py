@@ -106,8 +106,8 @@ def _gpus(before: Past, now: Past) -> Iterator[str]:
 def _events(before: Past, now: Past) -> Iterator[str]:
     """Of the trainer's own words: its config (``started``) and its data (``data``)."""
     for event, key, name in (("started", "config", "config"), ("data", "fingerprint", "data")):
-        old, new = (_detail(one.events, event, key) for one in (before, now))
-        if old is None or new is None or old == new:
+        old, new = (last_detail(one.events, event).get(key) for one in (before, now))
+        if not isinstance(old, dict) or not isinstance(new, dict) or old == new:
             continue
         left, right = flat(old), flat(new)
         fields = sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))
@@ -115,12 +115,9 @@ def _events(before: Past, now: Past) -> Iterator[str]:
         yield f"{name}: {_some(told)}"
 
 
-def _detail(text: str, event: str, key: str) -> dict[str, Any] | None:
-    last = None
-    for line in read_events(text):
-        if line.event == event and isinstance(line.detail.get(key), dict):
-            last = line.detail[key]
-    return last
+def last_detail(text: str, event: str) -> dict[str, Any]:
+    """Of the last such event of an ``events.jsonl``: a run that is started again tells it again."""
+    return next((one.detail for one in reversed([*read_events(text)]) if one.event == event), {})
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,10 @@ from orchestrator.paths import ContainerPaths, RunPaths
 from orchestrator.pct import FROZEN, SaidBy, frozen
 from orchestrator.request import Request
 from orchestrator.run import RunRef, RunSummary
-from orchestrator.run_files import last_that_trained
+from orchestrator.run_files import EVENT_LINES, comparable
 
 # Some 20 MB at the usual 100 bytes a line: a second on a fast link, and the cause is near the end.
 LINES = 200_000
-EVENT_LINES = 2_000
 METRIC_LINES = 5_000
 # From the request to the last look, on either side: 0.6 s to start and open the channel, 0.4 s of
 # pct, these, 0.3 s to judge make 3 s in all, also where nvidia-smi and df hang. A card that nobody
@@ -179,8 +178,7 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
     if (recorded := _environment(_whole(environment))) is not None:
         found.records["environment.json"] = recorded.model_dump(mode="json")
     # While the machines are still looking.
-    before = (summary.model_extra or {}).get("predecessor")
-    earlier = _compare(channel, ref, answer, str(before), found) if before else None
+    earlier = _compare(channel, ref, answer, found)
     found.probes.update(looks.taken(until - time.monotonic()))
     if drifted := _drift(earlier, recorded, str(found.probes.get("pip_list") or "")):
         found.probes["env_drift"] = "\n".join(drifted)
@@ -261,25 +259,24 @@ def _whole(request: Request) -> str:
 
 
 def _compare(
-    channel: AgentChannel, ref: RunRef, answer: dict[str, Any], before: str, found: Collected
+    channel: AgentChannel, ref: RunRef, answer: dict[str, Any], found: Collected
 ) -> Environment | None:
-    """The last run before this one that trained: its best rate, and what differs from it. Returns
-    its environment."""
-    measured = last_that_trained(channel, before)
-    if measured is None:
+    """The last run before this one that did the same work: its best rate, and what differs from it.
+    Returns its environment."""
+    earlier = comparable(channel, answer, str(found.probes.get("events") or ""))
+    if earlier is None:
         return None
-    run_id, steps = measured
-    earlier = channel.request("run.status", run_id=run_id, lines=0).result()
-    found.probes["predecessor"] = {"run": run_id, "tok_s": best_of(steps)}
-    asked = [_ask_past(channel, ref, one) for one in (earlier, answer)]
+    measured = {"run": earlier.run_id, "tok_s": best_of(earlier.steps)}
+    found.probes["predecessor"] = measured | ({"unlike": earlier.unlike} if earlier.unlike else {})
+    asked = [_ask_past(channel, ref, one) for one in (earlier.status, answer)]
     past, present = (one() for one in asked)
     lines = changes(past, present)
     nothing = "nothing in code, command, config, data, GPUs or environment"
-    found.probes["changes"] = "\n".join([f"since {run_id}:", *(lines or [nothing])])
+    found.probes["changes"] = "\n".join([f"since {earlier.run_id}:", *(lines or [nothing])])
     return past.environment
 
 
-def _ask_past(channel: AgentChannel, ref: RunRef, answer: dict[str, Any]) -> Callable[[], Past]:
+def _ask_past(channel: AgentChannel, ref: RunRef, answer: Mapping[str, Any]) -> Callable[[], Past]:
     """Sends for what a run left behind; the answer is waited for when it is called."""
     run_id, record = str(answer["run_id"]), answer.get("record") or {}
     paths = ContainerPaths(ref.target.settings.workdir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,9 @@ from orchestrator.channel import AgentChannel
 from orchestrator.errors import ContainerNotRunning, DflashctlError, UnreachableError
 from orchestrator.fleet import Fleet
 from orchestrator.run import RunRef, RunSummary
-from orchestrator.run_files import SEED_LINES, last_that_trained, read_metrics
+from orchestrator.run_files import EVENT_LINES, SEED_LINES, comparable, read_lines, read_metrics
 from orchestrator.target import Target
-from trainer.telemetry import StepLine
+from trainer.telemetry import EVENTS_FILE, StepLine
 
 EVERY_S = 10.0
 # While nobody answers: quick at first, then once a minute.
@@ -142,8 +142,9 @@ class Watch:
             nonlocal ref, seeded
             answer = channel.call("run.status", lines=3, **ref.fields, **self._stall)
             summary = RunSummary.model_validate(answer)
-            if not seeded:
-                self._answers.put(_Answer(index, self._past(channel, summary)))
+            # Not before the first step: until then nothing tells what the run works on.
+            if not seeded and summary.step is not None:
+                self._answers.put(_Answer(index, _past(channel, answer)))
                 seeded = True
             ref = RunRef(ref.target, summary.run_id)
             self._answers.put(_Answer(index, summary))
@@ -159,13 +160,15 @@ class Watch:
             over=self._over,
         )
 
-    def _past(
-        self, channel: AgentChannel, summary: RunSummary
-    ) -> tuple[list[StepLine], list[StepLine]]:
-        before = (summary.model_extra or {}).get("predecessor")
-        own = read_metrics(channel, summary.run_id, SEED_LINES)
-        found = last_that_trained(channel, str(before)) if before else None
-        return own, found[1] if found else []
+
+def _past(
+    channel: AgentChannel, status: Mapping[str, Any]
+) -> tuple[list[StepLine], list[StepLine]]:
+    """The run's own steps, and those of a run before it that did the same work."""
+    run_id = str(status["run_id"])
+    own = read_metrics(channel, run_id, SEED_LINES)
+    found = comparable(channel, status, read_lines(channel, run_id, EVENTS_FILE, EVENT_LINES))
+    return own, found.steps if found and not found.unlike else []
 
 
 def keep_asking(

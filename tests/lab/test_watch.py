@@ -64,6 +64,17 @@ def test_a_run_is_measured_by_the_one_before_it_in_its_container_whoever_launche
     assert "4.6k tok/s, 77% below the run before it (20.0k)" in slower["text"]
 
 
+def test_a_run_is_not_measured_by_another_program(cli: Cli, code: Path) -> None:
+    shutil.copy(FAKE, code / "other_run.py")
+    good = ("python3", "other_run.py", "20", "0")
+    other = cli.json("launch", "lab-201", "--", *good, cwd=code)["run_id"]
+    cli("watch", str(other), "--every", "0.2s", code=0)
+    run_id = launch(cli, code, "lab-201", 40, 0.05, 1)
+    told = watched(cli("watch", run_id, "--every", "0.2s", "--json", code=0))
+    assert [event["text"] for event in told if event["alarm"]] == []
+    assert cli.json("diag", run_id)["findings"] == []
+
+
 def test_a_failed_run_gives_exit_code_1_and_the_others_are_watched_on(cli: Cli, code: Path) -> None:
     bad = launch(cli, code, "lab-201", 2, 0.1, 9, 3)
     good = launch(cli, code, "lab-200", 20, 0.1)

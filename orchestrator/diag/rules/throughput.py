@@ -71,20 +71,48 @@ def collapse(e: Evidence) -> Iterator[Finding]:
             lasting=True,
         )
         return
+    measured = list(_against_predecessor(e, now, unit, rates, what or stage, changed))
+    if unit != "tok/s" or any(f.severity == "warning" for f in measured):
+        yield from measured
+        return
+    planned = list(_against_plan(e, now, [s for s, _ in rates]))
+    yield from planned or measured
+
+
+def _against_predecessor(
+    e: Evidence,
+    now: float,
+    unit: str,
+    rates: list[tuple[Step, float]],
+    why: str,
+    changed: list[Line],
+) -> Iterator[Finding]:
+    """Below six tenths of the predecessor's rate. Where that did other work (longer rows, fewer
+    GPUs) this is only told, and where it had another target not even that."""
     other = _predecessor(e, unit)
-    if other is not None and now < 0.62 * other[0]:
-        yield e.found(
-            "throughput.collapse",
-            f"{_round(now)} {unit}, {now / other[0]:.0%} of {other[2]}'s {_round(other[0])}"
-            + (what or stage),
-            [other[1], rates[0][0].line, rates[-1][0].line, *changed],
-            _ADVICE,
-            severity="warning",
-            confidence=0.85,
-            lasting=True,
-        )
-    elif unit == "tok/s":
-        yield from _against_plan(e, now, [s for s, _ in rates])
+    if other is None or now >= 0.62 * other[0]:
+        return
+    unlike = _unlike(other[1])
+    if any(one.startswith("target.model ") for one in unlike):
+        return
+    if unlike:
+        why = f", which is no measure of it: {', '.join(unlike[:4])}"
+    yield e.found(
+        "throughput.collapse",
+        f"{_round(now)} {unit}, {now / other[0]:.0%} of {other[2]}'s {_round(other[0])}{why}",
+        [other[1], rates[0][0].line, rates[-1][0].line, *changed],
+        _ADVICE,
+        severity="info" if unlike else "warning",
+        confidence=0.4 if unlike else 0.85,
+        lasting=True,
+    )
+
+
+def _unlike(source: Line | Probe) -> list[str]:
+    """Why a predecessor's rate is no measure of this run's, as ``orchestrator.same_work`` says."""
+    value = source.value if isinstance(source, Probe) else None
+    unlike = value.get("unlike") if isinstance(value, dict) else None
+    return [str(one) for one in unlike] if isinstance(unlike, list) else []
 
 
 def _against_plan(e: Evidence, now: float, steps: list[Step]) -> Iterator[Finding]:

@@ -108,6 +108,28 @@ def test_the_predecessor_is_a_measure() -> None:
     assert report(metrics=slow, predecessor={"run": "r", "tok_s": 5_200.0}).healthy
 
 
+def test_a_predecessor_of_other_work_is_told_and_raises_nothing() -> None:
+    slow = "\n".join(metrics(30, tokens_per_s=5_000.0))
+    before = {"run": "r", "tok_s": 15_400.0, "unlike": ["data.anchors 512 → 2048", "GPUs 8 → 4"]}
+
+    found = report(run_state="training", metrics=slow, predecessor=before, changes=CHANGES)
+
+    assert found.healthy and found.exit_code == 0
+    (told,) = found.findings
+    assert (told.code, told.severity, told.confidence) == ("throughput.collapse", "info", 0.4)
+    assert told.title == (
+        "5.0k tok/s, 32% of its predecessor's 15.4k, which is no measure of it: "
+        "data.anchors 512 → 2048, GPUs 8 → 4"
+    )
+
+
+def test_of_another_target_not_even_that_is_told() -> None:
+    slow = "\n".join(metrics(30, tokens_per_s=5_000.0))
+    unlike = ["target.model SmolLM2-135M → Qwen3-8B", "data.anchors 512 → 256"]
+
+    assert not report(metrics=slow, predecessor={"tok_s": 90_000.0, "unlike": unlike}).findings
+
+
 KILL = "{date} Memory cgroup out of memory: Killed process 881 (python3) total-vm:9123kB"
 
 
