@@ -31,6 +31,7 @@ from torch import Tensor
 from trainer.config import CheckpointConfig, TargetConfig
 from trainer.errors import CheckpointError, ResourceError
 from trainer.pipeline.place import RESTARTS
+from trainer.records import CheckpointState, read_object
 
 STATE = "state.json"
 PART = ".part"
@@ -183,7 +184,8 @@ class CheckpointStore:
         best = self.folder / "best"
         kept = set(steps[-self.config.keep_last :])
         if best.is_symlink():
-            kept.add(int(best.readlink().name.removeprefix("step-")))
+            named = best.readlink().name
+            kept |= {step for step in steps if step_path(self.folder, step).name == named}
         if self.config.keep_every:
             kept |= {step for step in steps if step % self.config.keep_every == 0}
         for step in set(steps) - kept:
@@ -204,11 +206,9 @@ def step_path(folder: Path, step: int) -> Path:
 
 def complete_steps(folder: Path) -> list[int]:
     """Of a run's checkpoints folder, rising."""
-    return sorted(
-        int(path.name.removeprefix("step-"))
-        for path in folder.glob("step-*")
-        if not path.name.endswith(PART) and (path / STATE).is_file()
-    )
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    steps = {int(name) for name in names if name.isdecimal()}
+    return sorted(step for step in steps if (step_path(folder, step) / STATE).is_file())
 
 
 def named() -> Path | None:
@@ -236,7 +236,7 @@ def newest_step(folder: Path) -> int:
 def read_record(path: Path) -> dict[str, Any]:
     """``state.json`` of a checkpoint folder."""
     try:
-        record: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return read_object((path / STATE).read_bytes(), CheckpointState)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is no complete checkpoint: it has no {STATE}",
@@ -245,15 +245,8 @@ def read_record(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path / STATE} cannot be read: {error}",
-            next_step="resume from an earlier checkpoint of the run",
+            next_step=f"resume from an earlier checkpoint of the run ({RESUME_VARIABLE})",
         ) from None
-    whole = isinstance(record, dict) and record.keys() >= {"step", "skipped", "fingerprint"}
-    if not whole or not isinstance(record["fingerprint"], dict):
-        raise CheckpointError(
-            f"{path / STATE} is no checkpoint's: it lacks step, skipped or fingerprint",
-            next_step="name a folder checkpoints/step-… of a run",
-        )
-    return record
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -263,7 +256,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} is damaged or cut short: {error}",
-            next_step="resume from an earlier checkpoint of the run",
+            next_step=f"resume from an earlier checkpoint of the run ({RESUME_VARIABLE})",
         ) from None
 
 

@@ -21,6 +21,9 @@ from trainer.drafter.config import Dflash2Config, LayerType
 from trainer.errors import ConfigError
 from trainer.objective import ObjectiveConfig
 
+NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
+"""What PyYAML raises, which passes on what Python says of `2001-13-45` and of `!!bool x`."""
+
 
 class TargetConfig(Section):
     """The frozen model that the drafter learns to anticipate."""
@@ -328,7 +331,7 @@ def load_config(path: Path) -> TrainConfig:
         raise ConfigError(f"{path} is not UTF-8 text", next_step="save it as UTF-8") from None
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         where = str(error).replace("\n", " ")
         raise ConfigError(f"{path} is not YAML: {where}", next_step="mend that line") from None
     if not isinstance(tree, dict):

@@ -23,7 +23,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
     if item["type"] == "missing":
         return f"{where}: missing"
     given = item.get("input")
-    shown = f" (it is {given!r})" if isinstance(given, (str, int, float, bool)) else ""
+    shown = f" (it is {given!r:.80})" if isinstance(given, (str, int, float, bool)) else ""
     return f"{where}: {message}{shown}" if where else message
 
 

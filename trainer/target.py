@@ -312,7 +312,7 @@ def weight_files(folder: Path) -> list[Path]:
             try:
                 named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
                 return sorted({folder / name for name in named})
-            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            except UNREADABLE as error:
                 raise TargetError(
                     f"{index} cannot be read: {_why(error)}", next_step=COPY_AGAIN
                 ) from None

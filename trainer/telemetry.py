@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 RUN_DIR_VARIABLE = "DFLASH_RUN_DIR"
 METRICS_FILE = "metrics.jsonl"
@@ -234,7 +234,8 @@ def _read(text: str, model: type[Any]) -> Iterator[Any]:
     for line in text.split("\n"):
         try:
             yield model.model_validate(json.loads(line))
-        except (json.JSONDecodeError, ValidationError):
+        except (ValueError, RecursionError):
+            # pydantic's errors are of the first kind.
             continue
 
 

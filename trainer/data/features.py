@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainer.errors import DataError
+
 DATA = "features.bin"
 DESCRIPTION = "features.json"
 NONE = -1
@@ -45,7 +47,7 @@ class FeatureFile:
         """Whether the folder holds features of these taps in this type."""
         try:
             found = json.loads((self.folder / DESCRIPTION).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False
         return bool(found == self.describe())
 
@@ -68,10 +70,14 @@ class FeatureFile:
         return start
 
     def read(self, offset: int, count: int) -> Tensor:
-        """[count, K·H]"""
-        values = torch.from_file(
-            str(self.folder / DATA),
-            size=(self.folder / DATA).stat().st_size // self.dtype.itemsize,
-            dtype=self.dtype,
-        )
-        return values[offset * self.width : (offset + count) * self.width].view(count, self.width)
+        """[count, K·H]. Raises ``DataError`` for a file that is shorter than what it was."""
+        path, end = self.folder / DATA, (offset + count) * self.width
+        size = path.stat().st_size // self.dtype.itemsize if path.is_file() else 0
+        if size < end:
+            raise DataError(
+                f"{path} is absent or cut short",
+                next_step=f"delete {self.folder / DESCRIPTION}: the target then reads the data in"
+                " the first epoch",
+            )
+        values = torch.from_file(str(path), size=size, dtype=self.dtype)
+        return values[offset * self.width : end].view(count, self.width)

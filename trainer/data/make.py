@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from trainer.data.conversation import (
     Conversation,
     Rejection,
@@ -26,6 +28,7 @@ from trainer.data.settings import FilePrompts, MakeConfig, ResponseConfig, SelfP
 from trainer.data.template import ChatTemplate, stop_tokens
 from trainer.drafter.config import text_config
 from trainer.errors import DataError, first_line
+from trainer.records import Line, Response, SelfMade, read_object
 from trainer.telemetry import compact, duration
 
 if TYPE_CHECKING:
@@ -44,9 +47,11 @@ class Journal:
     are in memory. Stays open: a small target on a GPU makes thousands of lines a second, and
     opening the file was two thirds of each's cost."""
 
-    def __init__(self, folder: Path, name: str | None = None) -> None:
-        """Takes over the whole lines of a file that is there; a torn last one is cut off it.
-        Without a name it is empty, and gone with its process."""
+    def __init__(
+        self, folder: Path, name: str | None = None, shape: type[BaseModel] = Line
+    ) -> None:
+        """Takes over the whole lines of a file that is there, if each has this shape; a torn last
+        one is cut off it. Without a name it is empty, and gone with its process."""
         self._stream: IO[bytes] = (
             (folder / name).open("a+b") if name else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         )
@@ -57,8 +62,8 @@ class Journal:
             if not line.endswith(b"\n"):
                 break
             try:
-                self._places[json.loads(line)["key"]] = self._end
-            except (ValueError, LookupError, TypeError) as error:
+                self._places[read_object(line, shape)["key"]] = self._end
+            except ValueError as error:
                 raise DataError(
                     f"line {number} of {folder / str(name)} is damaged: {first_line(error)}",
                     next_step="delete that line; what it held is made again",
@@ -194,7 +199,7 @@ class Maker:
 
     def _self_made(self, source: SelfPrompts, number: int) -> Iterator[Conversation | Rejection]:
         """Let the target continue ``…user\\n{opening}`` until it ends the user's turn."""
-        known = Journal(self.folder, f"prompts-{number}.jsonl")
+        known = Journal(self.folder, f"prompts-{number}.jsonl", SelfMade)
         before, after = self.template.user_frame()
         start = self.tokenizer(before + source.opening, add_special_tokens=False)["input_ids"]
         end = self.tokenizer(after, add_special_tokens=False)["input_ids"][:1]
@@ -242,7 +247,7 @@ class Maker:
         settings: ResponseConfig = self.config.response
         features = self.features if self.features is not None and self.features.begin() else None
         layer_ids = features.layer_ids if features is not None else None
-        made = Journal(self.folder, "responses.jsonl")
+        made = Journal(self.folder, "responses.jsonl", Response)
         keys = list(prompts)
         missing = [index for index, key in enumerate(keys) if key not in made]
         # By hash, so that a run cut by time has some of every source; held-out prompts come last:

@@ -34,11 +34,12 @@ from trainer.data.conversation import (
 from trainer.data.features import NONE, FeatureFile
 from trainer.data.labels import relabel
 from trainer.data.make import Journal, Maker, Reject, Say
-from trainer.data.store import Samples, SampleWriter, describe
+from trainer.data.store import MADE_AGAIN, Samples, SampleWriter, describe
 from trainer.data.template import ChatTemplate, Encoded, RefusedError
 from trainer.drafter.config import text_config
 from trainer.errors import DataError, ResourceError
 from trainer.objective import anchor_candidates
+from trainer.records import HeldOut, Report, read_object
 from trainer.telemetry import claimed_elsewhere
 
 REPORT = "report.json"
@@ -60,14 +61,15 @@ class Prepared:
 
     def prompts(self) -> Iterator[Messages]:
         """The held-out ones."""
+        path, read = self.folder / HELD_OUT_PROMPTS, 0
         try:
-            with (self.folder / HELD_OUT_PROMPTS).open(encoding="utf-8") as lines:
+            with path.open("rb") as lines:
                 for line in lines:
-                    yield json.loads(line)["messages"]
+                    yield read_object(line, HeldOut)["messages"]
+                    read += 1
         except (OSError, ValueError) as error:
             raise DataError(
-                f"cannot read {self.folder / HELD_OUT_PROMPTS}: {error}",
-                next_step="delete the folder; it is made again",
+                f"cannot read {path} after line {read}: {error}", next_step=MADE_AGAIN
             ) from None
 
 
@@ -105,7 +107,7 @@ def data_key(config: TrainConfig) -> str:
 def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
     """The folder's contents if it is complete and of this config."""
     try:
-        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        report = read_object((folder / REPORT).read_bytes(), Report)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
@@ -113,13 +115,10 @@ def load_prepared(config: TrainConfig, folder: Path) -> Prepared | None:
             f"data.folder {folder} is a file", next_step="name a folder, there or to be made"
         ) from None
     except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {folder / REPORT}: {error}", next_step=MADE_AGAIN) from None
+    if report["key"] != data_key(config):
         raise DataError(
-            f"cannot read {folder / REPORT}: {error}",
-            next_step="delete the folder; it is made again",
-        ) from None
-    if report.get("key") != data_key(config):
-        raise DataError(
-            f"{folder} holds data prepared by another config (its key is {report.get('key')},"
+            f"{folder} holds data prepared by another config (its key is {report['key']},"
             f" this config's {data_key(config)})",
             next_step="choose another data.folder, or delete that one",
         )
@@ -254,7 +253,8 @@ def _claimed(folder: Path, config: TrainConfig) -> Iterator[None]:
     that the other does not know of. One begun by another config is refused: its journals would be
     mixed into this one."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "key").open("a+", encoding="utf-8") as marker:
+    # What is no text is no key of ours.
+    with (folder / "key").open("a+", encoding="utf-8", errors="replace") as marker:
         if claimed_elsewhere(marker):
             raise DataError(
                 f"another process is preparing data in {folder}",

@@ -23,6 +23,7 @@ DTYPES = {
     "labels": np.int32,
 }
 MAPPED = ("tokens", "supervised", "labels")
+MADE_AGAIN = "delete report.json of the data's folder: samples are made again of what else is there"
 SPAN = 1 << 22
 """Values looked at together by what goes through all of them."""
 
@@ -58,20 +59,31 @@ class Samples:
                 np.load(folder / f"{name}.npy", mmap_mode="r" if name in MAPPED else None)
                 for name in DTYPES
             ]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise DataError(
-                f"the prepared data in {folder} cannot be read: {error}",
-                next_step="delete the folder; it is made again",
+                f"the prepared data in {folder} cannot be read: {error}", next_step=MADE_AGAIN
             ) from None
+        for (name, dtype), array in zip(DTYPES.items(), arrays, strict=True):
+            if getattr(array, "ndim", None) != 1 or array.dtype != dtype:
+                raise DataError(
+                    f"the prepared data in {folder} cannot be read: {name}.npy is no flat array of"
+                    f" {np.dtype(dtype)}",
+                    next_step=MADE_AGAIN,
+                )
         samples = cls(*arrays)
-        if len(samples.tokens) != len(samples.supervised) or samples.offsets[-1] != len(
-            samples.tokens
-        ):
-            raise DataError(
-                f"the prepared data in {folder} is cut short",
-                next_step="delete the folder; it is made again",
-            )
+        if not samples.is_whole():
+            raise DataError(f"the prepared data in {folder} is cut short", next_step=MADE_AGAIN)
         return samples
+
+    def is_whole(self) -> bool:
+        """Whether the arrays are as long as each other says."""
+        total, offsets = len(self.tokens), self.offsets
+        return (
+            len(offsets) == len(self.features) + 1
+            and (int(offsets[0]), int(offsets[-1])) == (0, total)
+            and bool((np.diff(offsets) >= 0).all())
+            and total == len(self.supervised) == len(self.labels)
+        )
 
     def answers(self) -> np.ndarray:
         """The distinct tokens that the loss may ask for, rising."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.drafter.config import SLIDING, DrafterConfig
 from trainer.drafter.model import Drafter
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, first_line
 
 Form = Literal["z-lab", "speculators"]
 
@@ -94,8 +94,11 @@ def load(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
 
 def misfits(config: DrafterConfig, state: dict[str, Tensor]) -> list[str]:
     """What of ``state`` does not fit the model of ``config``, one line each."""
-    with torch.device("meta"):
-        wanted = {name: tuple(p.shape) for name, p in Drafter(config).named_parameters()}
+    try:
+        with torch.device("meta"):
+            wanted = {name: tuple(p.shape) for name, p in Drafter(config).named_parameters()}
+    except (TypeError, RuntimeError) as error:
+        return [f"no model has sizes like those of its config: {first_line(error)}"]
     found = [f"tensor {name} is missing" for name in wanted if name not in state]
     found += [f"tensor {name} is not part of the model" for name in state if name not in wanted]
     found += [
@@ -225,8 +228,6 @@ def read_config(folder: Path) -> DrafterConfig:
         return _parse(described)
     except FileNotFoundError:
         what, todo = f"{path} does not exist", "name a folder that an export wrote"
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        what, todo = f"{path} is not JSON: {error}", "copy or export it again"
     except KeyError as error:
         what, todo = f"{path} lacks {error.args[0]!r}", "this is no DFlash drafter's config"
     except (TypeError, AttributeError):
@@ -235,6 +236,8 @@ def read_config(folder: Path) -> DrafterConfig:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         what, todo = f"{path}: {place} {first['msg']}".replace("  ", " "), "mend the config"
+    except (OSError, ValueError, RecursionError) as error:
+        what, todo = f"{path} is not JSON: {first_line(error)}", "copy or export it again"
     raise CheckpointError(what, next_step=todo)
 
 
