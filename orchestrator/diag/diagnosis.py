@@ -7,7 +7,7 @@ from orchestrator.diag.finding import Finding, Report
 from orchestrator.diag.ranking import ranked
 from orchestrator.diag.rules import RULES
 from orchestrator.diag.rules.library import raised
-from orchestrator.diag.rules.python import refused, unknown
+from orchestrator.diag.rules.python import lone, refused, unknown
 
 
 def diagnose(evidence: Evidence) -> Report:
@@ -21,7 +21,7 @@ def diagnose(evidence: Evidence) -> Report:
         for f in found
     )
     if not named and evidence.outcome.state == "failed":
-        found += [*refused(evidence)] or unknown(evidence)
+        found += [*refused(evidence)] or [*lone(evidence)] or unknown(evidence)
     findings = ranked(found)
     context = {f"{f.code}:{f.position}": _context(evidence, f) for f in findings[:3] if f.position}
     return Report(findings, context)

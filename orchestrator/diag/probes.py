@@ -166,6 +166,12 @@ class Probes:
         return self._time(r"^(?:now|date|ct_date|clock|time)$|^date|_now$")
 
     @cached_property
+    def age(self) -> float | None:
+        """Seconds since the run was launched; by ``date``, which says of what zone it is."""
+        now = self._time(r"^date$")
+        return now - self.started if now is not None and self.started is not None else None
+
+    @cached_property
     def last_write(self) -> float | None:
         """When the log last grew."""
         return self._time(r"last_?(?:log_?)?(?:write|line|output)|log_?(?:mtime|age|stat|modified)")

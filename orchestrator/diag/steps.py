@@ -312,8 +312,13 @@ class Series:
         return [s for s in self.steps if s.loss is not None]
 
     def rates(self) -> list[tuple[Step, float]]:
-        """Of the unit that most lines give."""
-        tokens = [(s, s.tokens_per_s) for s in self.steps if s.tokens_per_s is not None]
+        """Of the unit that most lines give; of a step that is told twice, by all devices and by
+        each, the first."""
+        tokens = [
+            (s, s.tokens_per_s)
+            for before, s in zip([None, *self.steps], self.steps, strict=False)
+            if s.tokens_per_s is not None and not (before is not None and _told_again(before, s))
+        ]
         if len(tokens) * 2 >= len(self.steps) and tokens:
             return [(s, float(r)) for s, r in tokens if r is not None]
         both = [(s, s.steps_per_s) for s in self.steps if s.steps_per_s is not None]
@@ -337,6 +342,14 @@ class Series:
             if following < before or before - now > 1:  # not two threads printing out of order
                 found.append(b.number)
         return found
+
+
+def _told_again(before: Step, now: Step) -> bool:
+    return (
+        now.step is not None
+        and (before.step, before.line.tag) == (now.step, now.line.tag)
+        and before.tokens_per_s is not None
+    )
 
 
 def read_series(lines: Sequence[Line]) -> Series:

@@ -27,6 +27,7 @@ BACKEND = (
     r"SubprocException|Triton compilation failed",
     # torch.utils.cpp_extension
     r"Error building extension '[^']+'|/torch_extensions/\S+\.so: cannot open shared object",
+    r"^ninja: build stopped: |Command '\['ninja', '-v'\]' returned non-zero exit status",
     r"A compilation subprocess exited unexpectedly|Attempting to use a closed pool",
     r"(?:gcc|g\+\+|cc|clang|nvcc|c\+\+)['\"]?[, ][^\n]*returned non-zero exit status",
     r"(?:fatal error|error): [^\n]*cuda\.h[^\n]*No such file|"
@@ -75,8 +76,10 @@ def backend_failed(e: Evidence) -> Iterator[Finding]:
         return  # the cache rule's
     title = "the compiler behind torch.compile failed"
     extension = re.search(r"Error building extension '([^']+)'|/torch_\S+/(\w+)\.so: c", around)
-    if extension is not None:
-        yield _extension(e, extension[1] or extension[2], hits)
+    if extension is not None or "ninja" in around:
+        begun = e.search(r"Building extension module (\w+)\.\.\.", probes=False)
+        name = (extension[1] or extension[2]) if extension is not None else ""
+        yield _extension(e, name or (begun[-1][1] if begun else ""), hits)
         return
     advice = "TORCHDYNAMO_VERBOSE=1 TORCH_LOGS=+inductor python …   # the whole story\n"
     if re.search(r"C compiler|Cxx|CppCompile|gcc|g\+\+|Python\.h|-lcuda", around):
@@ -120,13 +123,18 @@ def _extension(e: Evidence, name: str, hits: list[Hit]) -> Finding:
     said = e.search(r"\berror: (?!ld returned|subcommand)", r"^/\S*ld: cannot find", probes=False)
     return e.found(
         "compile.backend_failed",
-        f"the extension {name} does not build"
+        (
+            f"the extension {name} does not build"
+            if name
+            else "a C++ or CUDA extension does not build"
+        )
         + (f": {said[0].line.text.strip()[:120]}" if said else ""),
         [*said[:2], *hits[:2]],
         "nvcc --version; python -c 'import torch; print(torch.version.cuda)'   # must agree\n"
         "its own first error is above “ninja: build stopped”; gcc too new for that nvcc: "
         "CC=gcc-13 CXX=g++-13\n"
-        f"rm -rf ~/.cache/torch_extensions/*/{name}   # and build again, on one rank",
+        "a header of CUDA that is absent: install the whole toolkit, not the runtime alone\n"
+        f"rm -rf ~/.cache/torch_extensions/*/{name or 'NAME'}   # and build again, on one rank",
         confidence=0.85,
     )
 

@@ -20,7 +20,7 @@ MISSING = (
     r"DataFilesNotFoundError|EmptyDatasetError|DatasetNotFoundError",
     r"Unable to find '[^']+'",
     r"(?:Couldn't|Could not) find (?:any data file|a dataset script|file) (?:at|in)",
-    r"doesn't contain any data files",
+    r"doesn't contain any data files|OSError: Cannot find data file\b",
     rf"No (?:such )?(?:data|shard|sample|training|matching)? ?files? (?:found|"
     rf"match)[^\n]*(?:{_DATA_WORD})",
     r"\b(?<![\d.,])(?:[Nn]o|0|zero) (?:shards?|samples|documents|examples|rows|data files) "
@@ -113,7 +113,9 @@ def missing(e: Evidence) -> Iterator[Finding]:
     ]
     if not failures and not hits:
         return
-    text = failures[0].message if failures else hits[0].line.text
+    said = next((f for f in e.errors for h in hits[:1] if f.line is h.line), None)
+    told = failures[0] if failures else said
+    text = told.message if told else hits[0].line.text
     path = path_in(text)
     yield e.found(
         "data.missing",

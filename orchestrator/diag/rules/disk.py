@@ -23,6 +23,8 @@ WRITER = (
     r"unexpected pos \d+ vs \d+",
     r"file write failed|basic_ios::clear: iostream error",
 )
+# Its words where a file cannot even be made: a full disk, if there is one, else a wrong path.
+UNMADE = r"File (\S+) cannot be opened\.|Parent directory (\S+) does not exist\."
 THIN = (
     r"out-of-data-space|out of (?:meta)?data space|^\S+ +\S+ +t\S+ .* 100\.00\b",
     r"dm-thin|thin(?: |-)?pool.*(?:out of (?:data )?space|full|100)|"
@@ -72,6 +74,8 @@ def full(e: Evidence) -> Iterator[Finding]:
         and m.path not in ("/dev/shm", "/snap")
         and not m.path.startswith(("/snap/", "/sys", "/proc", "/boot"))
     ]
+    if fulls:
+        writer += e.search(UNMADE)
     hits: list[Hit] = [*plain, *thin]
     if writer and (fulls or plain or not e.probes.mounts):
         hits += writer
@@ -159,4 +163,26 @@ def makedirs(e: Evidence) -> Iterator[Finding]:
         )
 
 
-RULES = (full, readonly, makedirs)
+def unmade(e: Evidence) -> Iterator[Finding]:
+    """torch's zip writer cannot make the file, and does not say why. A full disk that a probe shows
+    is :func:`full`'s."""
+    hits = [h for h in e.unrecovered(UNMADE) if _writes_a_file(e, h)]
+    if hits:
+        path = hits[0][1] or hits[0][2]
+        yield e.found(
+            "code.error",
+            f"{path} cannot be written: no such folder, no permission or no space",
+            hits[:2],
+            f"in the container: mkdir -p {path.rpartition('/')[0] or '.'}; ls -ld $_; df -h $_; "
+            "df -i $_; mount | grep ' ro,'\n"
+            "a path without a slash at its begin counts from the folder that the run started in",
+            confidence=0.75,
+        )
+
+
+def _writes_a_file(e: Evidence, hit: Hit) -> bool:
+    raised = [f for f in e.errors if f.first <= hit.line.number <= f.last]
+    return any("torch/serialization" in fr.file for f in raised for fr in f.frames)
+
+
+RULES = (full, readonly, makedirs, unmade)

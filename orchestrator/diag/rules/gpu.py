@@ -34,6 +34,7 @@ ILLEGAL = (
     r"CUDA error: (?:unspecified launch failure|an illegal instruction|invalid program counter|"
     r"invalid address space|hardware stack error|the launch timed out)",
     r"Invalid __(?:global|shared|local)__ (?:read|write) of size",
+    r"\b(?:CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT)_STATUS_EXECUTION_FAILED\b",
     r"Warp (?:Illegal Address|Out-of-range Address|Misaligned Address)",
 )
 ARCH = (
@@ -261,7 +262,12 @@ def illegal_access(e: Evidence) -> Iterator[Finding]:
         "CUDA_LAUNCH_BLOCKING=1 TORCH_USE_CUDA_DSA=1 on a short run: the traceback then points "
         "right\n"
         "compute-sanitizer --tool memcheck python …   # for one's own kernels\n"
-        "labels and token ids: assert 0 <= x < size on the CPU before the step",
+        "labels and token ids: assert 0 <= x < size on the CPU before the step"
+        + (
+            "\nat the first step already: a torch older than the card; torch.cuda.get_arch_list()"
+            if "EXECUTION_FAILED" in title
+            else ""
+        ),
         confidence=0.92,
     )
 

@@ -113,4 +113,18 @@ def _repo(text: str) -> str:
     return (match[1] or match[2] or "").rstrip(".") if match else ""
 
 
-RULES = (auth, offline)
+def tracker(e: Evidence) -> Iterator[Finding]:
+    """wandb's ``api_key not configured (no-tty)``: a run has nobody to type one."""
+    hits = e.unrecovered(r"api_key not configured \(no-tty\)")
+    if hits:
+        yield e.found(
+            "hub.auth",
+            "wandb has no key, and nobody is there to type one",
+            hits[:2],
+            "in the container: wandb login   (or export WANDB_API_KEY=… for the run)\n"
+            "or without it: export WANDB_MODE=offline; transformers: report_to='none'",
+            confidence=0.9,
+        )
+
+
+RULES = (auth, offline, tracker)

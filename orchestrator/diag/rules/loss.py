@@ -18,7 +18,7 @@ NAN_WORDS = (
     r"(?:is|are|was|became|went|has|have|contains?|=|:|==)\s*(?:not finite|non-?finite|nan\b|"
     r"inf\b|-inf\b|all nan)",
     r"(?i)(?:nan|non-?finite|not finite|inf(?:inite)?)\b[^\n]{0,40}\b(?:loss|grad(?:ient)?s?|"
-    r"norm|logits)\b(?! ?(?:check|clip|guard|=|:))",
+    r"norm|logits)\b(?! ?(?:check|clip|guard|=|:|[-+]?[\d.]))",
     r"is non-finite, so it cannot be clipped",
     r"returned nan values in its \d+th output",
     r"FloatingPointError|Loss is (?:NaN|nan|inf)|NaN (?:or Inf |values? )?(?:found|detected|"
@@ -87,15 +87,17 @@ def _still(e: Evidence, hits: list[Hit]) -> list[Hit]:
     told = [h.line for h in hits if h.line.source == "log" and _NO_NUMBER.search(h.line.text)]
     last = {_figure(line.text): line for line in told}
     for line in e.lines if last else ():
-        if (known := last.get(_figure(line.text))) is not None and line.number > known.number:
-            last[_figure(line.text)] = line
+        figure = _figure(line.text)
+        # A line that was copied from its middle on has lost its logger's name.
+        for words in (w for w in last if figure.endswith(w)):
+            last[words] = line if line.number > last[words].number else last[words]
     mended = {line.number for line in told if not _NO_NUMBER.search(last[_figure(line.text)].text)}
     return [h for h in hits if h.line.source != "log" or h.line.number not in mended]
 
 
 def _figure(text: str) -> str:
     """A line's words without what it counts."""
-    return re.sub(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", "#", _NO_NUMBER.sub("#", text))
+    return re.sub(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", "#", _NO_NUMBER.sub("#", text.strip()))
 
 
 def diverged(e: Evidence) -> Iterator[Finding]:

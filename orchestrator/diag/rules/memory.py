@@ -28,7 +28,7 @@ OOM_LOG = (
 KILLED = (
     r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed",
     r"^\S*:? ?(?:line \d+: +\d+ )?Killed\b",
-    r"exitcode\s*: ?-9\b|\(exitcode: -9\)|Signal 9 \(SIGKILL\)",
+    r"exitcode\s*: ?-9\b|\(exitcode: -9\)|Signal 9 \(SIGKILL\)|exits with return code = -9\b",
     r"BrokenProcessPool|A process in the process pool was terminated abruptly",
     r"\b(?:exit|rc|code|status)\D{0,12}137\b",
 )
@@ -73,6 +73,26 @@ def oom_killed(e: Evidence) -> Iterator[Finding]:
         f"watch it: cat /sys/fs/cgroup/memory.peak /sys/fs/cgroup/memory.events",
         confidence=0.95 if kernel or counters else 0.8,
     )
+
+
+REFUSED = r"DefaultCPUAllocator: [^\n]*you tried to allocate (\d+) bytes"
+_ABSURD = 64 << 30  # one tensor of more is rather a wrong shape than a full machine
+
+
+def refused(e: Evidence) -> Iterator[Finding]:
+    """torch's allocator for the CPU got nothing from the system (``Error code 12``)."""
+    hits = [h for h in e.unrecovered(REFUSED) if int(h[1]) <= _ABSURD]
+    if hits:
+        yield e.found(
+            "mem.oom_killed",
+            f"the machine's memory is used up: {int(hits[0][1]) / 2**20:.0f} MiB were refused",
+            hits[:3],
+            "free -g; cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory.peak; ulimit -v\n"
+            f"pct config {container_of(e)} | grep memory; "
+            f"pct set {container_of(e)} --memory MORE_MIB\n"
+            "fewer or smaller loaders: num_workers, prefetch_factor, batch size",
+            confidence=0.85,
+        )
 
 
 def _recorded_kill(e: Evidence, kernel: list[Line]) -> bool:
@@ -313,4 +333,4 @@ def _load(e: Evidence) -> tuple[float, Line] | None:
     return None
 
 
-RULES = (oom_killed, pinned, shm_full, oversubscribed)
+RULES = (oom_killed, refused, pinned, shm_full, oversubscribed)

@@ -76,6 +76,7 @@ RENDEZVOUS = (
     r"KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
     r"network addresses of \([^)]+\) cannot be retrieved",
     r"[Tt]he connection to the C10d store has failed",
+    r"Gloo connectFullMesh failed",
     r"Failed to connect to (?:the )?(?:master|rendezvous|store|etcd)|"
     r"MASTER_ADDR[^\n]*(?:unreach|refused)",
     r"(?:waiting for|only) \d+(?:/| of )\d+ (?:nodes|ranks|clients|workers) (?:joined|to join|"
@@ -144,11 +145,17 @@ def rendezvous(e: Evidence) -> Iterator[Finding]:
         if missing
         else "the ranks did not find each other: " + hard[0].line.text.strip()[:110]
     )
+    advice = ""
+    if "connectFullMesh" in text:
+        advice = (
+            "gloo meets at each machine's own name: getent hosts $(hostname) must not say 127.…\n"
+            "ip -br addr; export GLOO_SOCKET_IFNAME=eth0   # one that reaches the other nodes\n"
+        )
     yield e.found(
         "dist.rendezvous",
         title,
         hard[:4],
-        f"ss -ltnp | grep {port}   # who holds it: an earlier run's child? kill that PID\n"
+        advice + f"ss -ltnp | grep {port}   # who holds it: an earlier run's child? kill that PID\n"
         f"another port: torchrun --rdzv-endpoint HOST:29{(int(port) + 11) % 1000:03d} … or "
         "--standalone\n"
         f"from each node: nc -vz MASTER {port}; same --rdzv-id and --nnodes everywhere",

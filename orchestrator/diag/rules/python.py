@@ -17,6 +17,7 @@ USAGE = (
     r"^(?:omegaconf|hydra)\.errors\.\w+|Error: (?:No such option|Missing (?:option|argument)|"
     r"Invalid value)",
     r"^\s*(?:SyntaxError|IndentationError|TabError): ",
+    r"Some specified arguments are not used by the HfArgumentParser",
 )
 _UNREAD = r"(?:Syntax|Indentation|Tab)Error: "
 _FILE = re.compile(r'\s*File "([^"]+)", line (\d+)')
@@ -41,7 +42,7 @@ def code_error(e: Evidence) -> Iterator[Finding]:
     for failure in uncaught(e)[:1]:
         frame = failure.user_frame
         where = f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
-        said = failure.message.splitlines()[0][:160] if failure.message else ""
+        said = _said(failure)[:160]
         rank = f" on rank {failure.line.rank}" if failure.line.rank is not None else ""
         hint = "that line raised it: print what it uses before it, then launch again"
         if _FILES in failure.text:
@@ -79,6 +80,12 @@ def uncaught(e: Evidence) -> list[Failure]:
     return [f for f in candidates if f.first >= e.outcome.attempt_line] or candidates
 
 
+def _said(failure: Failure) -> str:
+    """The message's first line, and the next where the first only leads to it."""
+    first, _, rest = failure.message.strip().partition("\n")
+    return f"{first} {rest.splitlines()[0].strip()}" if first.endswith(":") and rest else first
+
+
 def _cause_lines(failure: Failure) -> list[Line]:
     return [link.line for link in failure.chain() if link is not failure][-1:]
 
@@ -104,12 +111,27 @@ def usage_error(e: Evidence) -> Iterator[Finding]:
             confidence=0.6,
         )
     else:
+        raised = next((_said(f) for f in e.errors if f.line is usage[0].line), "")
         yield e.found(
             "code.error",
-            f"the program refused its arguments: {usage[0].line.text.strip()[:140]}",
+            f"the program refused its arguments: {(raised or usage[0].line.text.strip())[:140]}",
             usage[:2],
             "ask the program itself: --help; compare with the launch command (dflashctl status)",
             confidence=0.6,
+        )
+
+
+def unguarded(e: Evidence) -> Iterator[Finding]:
+    """multiprocessing's ``spawn`` imports the program anew in each process: one that starts
+    processes outside of ``if __name__ == "__main__"`` would do it again there."""
+    hits = e.unrecovered(r"An attempt has been made to start a new process before the\b")
+    if hits:
+        yield e.found(
+            "code.error",
+            'the program starts processes while it is imported: no if __name__ == "__main__"',
+            hits[:1],
+            'put all that runs, also loaders with workers, under if __name__ == "__main__": main()',
+            confidence=0.7,
         )
 
 
@@ -152,6 +174,28 @@ def refused(e: Evidence) -> Iterator[Finding]:
             return
 
 
+def lone(e: Evidence) -> Iterator[Finding]:
+    """Among the last words an exception without its traceback, and no rule that knows it."""
+    first = e.lines[-12].number if len(e.lines) > 12 else 0
+    last = [
+        f
+        for f in e.errors
+        if f.line.source == "log"
+        and not (f.headed or f.inner or e.recovered(f.line))
+        and f.line.number >= max(first, e.outcome.attempt_line)
+    ]
+    for failure in last[-1:]:
+        yield e.found(
+            "code.error",
+            f"{failure.name}: {_said(failure)[:160]}",
+            [failure],
+            "the traceback that names the place is not in this log: launch again, with stderr in "
+            "it (2>&1)\n"
+            + LOOK_AT.get(failure.name, "look for its words in the code and in its libraries"),
+            confidence=0.5,
+        )
+
+
 def unknown(e: Evidence) -> Iterator[Finding]:
     """The run failed and no rule knows why: its last distinct lines, as they are."""
     last: list[Line] = []
@@ -182,4 +226,4 @@ def unknown(e: Evidence) -> Iterator[Finding]:
     )
 
 
-RULES = (code_error, usage_error)
+RULES = (code_error, usage_error, unguarded)

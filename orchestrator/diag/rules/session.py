@@ -77,15 +77,17 @@ def tmux_socket(e: Evidence) -> Iterator[Finding]:
     connecting to … (No such file or directory)``) while the trainer lives: something cleaned /tmp.
     SIGUSR1 makes the server open its socket again."""
     gone: list[Hit] = [h for h in e.search(*TMUX_GONE) if _tmux(h)]
-    if gone and _lives(e) and not _server_gone(e):
+    lives = _lives(e) and not _server_gone(e)
+    # A log that holds tmux's refusal alone is what somebody saw who came back to the session.
+    alone = not e.probes and all("error connecting" in li.text for li in e.lines if li.text.strip())
+    if gone and (lives or alone):
         server = [li for li, _ in e.probes.search(r"\btmux\b.*(?:new-session|: server|-d\b)")]
         # A busy machine may have been too slow to list its processes.
         listed = any(_SERVER.search(probe.text) for probe in e.probes.named(_PROCESSES))
         yield e.found(
             "tmux.socket_lost",
-            "tmux's socket is gone, the run itself lives"
-            if listed
-            else "tmux's socket or its server is gone, the run itself lives",
+            f"tmux's socket {'' if listed else 'or its server '}is gone"
+            + (", the run itself lives" if lives else ""),
             [*gone[:2], *server[:1], *e.probes.named(_PROCESSES)[:1]],
             "in the container: pkill -USR1 -o tmux   # the server makes its socket anew\n"
             "tmux ls; dflashctl attach\n"
@@ -198,6 +200,7 @@ _SIGNALLED = (
     r"exitcode\s*: ?-(\d{1,2})\b",
     r"\(exitcode: -(\d{1,2})\)",
     r"Signal (\d{1,2}) \(SIG\w+\) received",
+    r"\bexits with return code = -(\d{1,2})\b",  # DeepSpeed's launcher
     r"process \d+ terminated with signal SIG(\w+)",
     r"(?:exit(?:ed)?(?: code| status| with)?|rc|status)[ =:]+(?:code )?(13[0-9]|14[0-3])\b",
     r"killed by signal:? ?\(?(\w+)|died with <Signals\.SIG(\w+)",
@@ -209,6 +212,30 @@ _BARE = (
     r"Illegal instruction|Floating point exception)(?: \(core dumped\))?(?:\s.*)?$",
     r"^FatalPythonError|Fatal Python error: (\w+)",
 )
+
+
+_WORKERS = r"DataLoader worker \(pid\(s\) [^)]*\) exited unexpectedly(?! with exit code)"
+
+
+def workers_gone(e: Evidence) -> Iterator[Finding]:
+    """torch found its loader's workers gone, and none of them left a word: a signal's work. One
+    that raised something is named by its own traceback."""
+    hits = e.unrecovered(_WORKERS)
+    at = {h.line.number for h in hits}
+    told = any(
+        f.line.source == "log" and f.frames and f.name != "Empty" and f.line.number not in at
+        for f in e.errors
+    )
+    if hits and not told:
+        yield e.found(
+            "run.killed",
+            "its loader's workers are gone without a word: killed for memory, or crashed",
+            hits[:2],
+            "on the host: journalctl -k --since -2h | grep -i -e oom -e killed -e segfault\n"
+            "in the container: cat /sys/fs/cgroup/memory.events; df -h /dev/shm\n"
+            "num_workers=0 shows an error of the dataset's own; fewer workers need less memory",
+            confidence=0.55,
+        )
 
 
 def killed(e: Evidence) -> Iterator[Finding]:
@@ -333,4 +360,4 @@ def _lives(e: Evidence) -> bool:
     return silence is not None and silence[0] < 120
 
 
-RULES = (tmux_missing, tmux_socket, tmux_died, interrupted, killed, masked)
+RULES = (tmux_missing, tmux_socket, tmux_died, interrupted, killed, workers_gone, masked)

@@ -11,6 +11,7 @@ from orchestrator.diag.probes import Probe
 from orchestrator.diag.rules.shared import spoke
 from orchestrator.diag.steps import read_series
 from orchestrator.diag.text import Line
+from trainer.telemetry import duration
 
 PROMPT = (
     r"\[[yY]/[nN]\]|\(y/n\)|\(yes/no(?:/\[fingerprint\])?\)|[Pp]ass(?:word|phrase)[^\n]{0,40}:\s*$|"
@@ -32,6 +33,8 @@ NEVER = (
     r"\bcannot start ['\"](?:[^'\"]*/|[\w.+-]+\.(?:sh|py)['\"])",
     r"\bcannot start ['\"][^\n]*(?:Permission denied|Exec format error|there is no folder)",
 )
+PATIENCE = 600.0
+"""Seconds that a program may take to its first word: imports and weights over a network mount."""
 # A carriage return at the end of a script's lines, as bash, env, Python and dash show it.
 CRLF = (
     r"\$'[^']*\\r'",
@@ -39,6 +42,11 @@ CRLF = (
     r"can't open file '[^']*\\r'",
     r"\^M: (?:bad interpreter|not found|No such file|command not found)",
     r"\bcannot start [^\n]*CRLF",
+)
+# Of a script that goes on after it, sudo's refusal is no end: only as the last word it counts.
+SUDO = (
+    r"\bsudo: (?:a terminal is required|no tty present|a password is required|"
+    r"sorry, you must have a tty|\d+ incorrect password attempt)"
 )
 _NO_WORD = re.compile(
     r"still nothing|no output|waiting for (?:the )?first (?:line|word)|"
@@ -50,11 +58,13 @@ _SHELL = re.compile(r"(?:\S+: (?:line )?\d+: |\S+\.(?:ba)?sh: )")
 
 def not_started(e: Evidence) -> Iterator[Finding]:
     """A session without a trainer: it waits at a prompt, the script is absent or not executable,
-    tmux had a session of that name, or it ended at once without a word."""
+    tmux had a session of that name, or it ended at once without a word. Of one that lives and says
+    nothing this is only told for ten minutes, and is then a warning."""
     if e.progress or (e.outcome.state == "finished" and spoke(e)):
         return
     crlf = [h.line for h in e.unrecovered(*CRLF)] + _returns(e)
     words = e.unrecovered(*NEVER)
+    words += [h for h in e.unrecovered(SUDO) if _last_words(e, h)]
     prompt = [li for li, _ in e.probes.search(PROMPT)]
     prompt += [li for li in e.lines[-3:] if re.search(PROMPT, li.text)]
     silent = [li for li in e.lines if _NO_WORD.search(li.text)]
@@ -69,13 +79,9 @@ def not_started(e: Evidence) -> Iterator[Finding]:
     elif words:
         why += ": " + words[0].line.text.strip()[:200]
     mend = _mend(crlf, words)
-    record = e.outcome.exit
-    severity: Severity = "fatal"
-    if record is not None and record.stopped_by and not reason:
-        severity = "info"  # stopped before it had a word to say
-    elif e.outcome.state == "finished":
-        # A command may have nothing to say; that nothing was trained is still worth a word.
-        severity = "warning"
+    severity = _severity(e, reason)
+    if severity == "info" and e.probes.alive:
+        why = f"not a word yet, {duration(e.probes.age or 0.0)} after its launch"
     told: list[Hit | Line] = [*crlf[:2], *words[:2], *prompt[:2], *silent[:1], *silent[-1:]]
     yield e.found(
         "run.not_started",
@@ -87,6 +93,21 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         severity=severity,
         confidence=0.9 if reason else 0.7,
     )
+
+
+def _last_words(e: Evidence, hit: Hit) -> bool:
+    after = [li for li in e.lines if li.number > hit.line.number and li.text.strip()]
+    return len(after) <= 3 and all(re.search(rf"exit|{SUDO}", li.text) for li in after)
+
+
+def _severity(e: Evidence, reason: bool) -> Severity:
+    """:param reason: something tells why nothing was said."""
+    record, alive, age = e.outcome.exit, e.probes.alive, e.probes.age
+    stopped = record is not None and bool(record.stopped_by)
+    if not reason and (stopped or (alive and age is not None and age < PATIENCE)):
+        return "info"
+    # A command may have nothing to say; that nothing was trained is still worth a word.
+    return "warning" if e.outcome.state == "finished" or (alive and not reason) else "fatal"
 
 
 def _empty(e: Evidence) -> bool:
@@ -109,6 +130,8 @@ def _mend(crlf: list[Line], words: list[Hit]) -> str:
             f"make its lines end in LF: sed -i 's/\\r$//' {script}; then launch again\n"
             "in git: echo '*.sh text eol=lf' >> .gitattributes; git add --renormalize .\n"
         )
+    if any("sudo: " in h.line.text for h in words):
+        return "sudo asks for a password: in the container the run is root's, and needs no sudo\n"
     if any("Permission denied" in h.line.text for h in words):
         return f"chmod +x {script}; then launch again, or name its program: -- bash {script}\n"
     if any("cannot start" in h.line.text for h in words):

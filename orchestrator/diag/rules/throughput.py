@@ -236,6 +236,12 @@ _OTHER = re.compile(
 )
 
 
+# A program's own log compares with much: a plan, another machine, its last phase.
+_SAID = re.compile(
+    r"(?i)predecessor|parent|(?:previous|prior|last|reference) run|baseline|same config|"
+    r"before the (?:change|update)"
+)
+_NO_MEASURE = re.compile(r"(?i)\b(?:an)?other\b|different|\bplan|expected|paper|published")
 _RECORDS = re.compile(r"^(?:events|metrics)(?:\.jsonl)?$")
 
 
@@ -267,7 +273,8 @@ def _predecessor(e: Evidence, unit: str) -> tuple[float, Line | Probe, str] | No
                 "its predecessor" if not probe.key.startswith("plan") else "the plan",
             )
     for line in e.lines:
-        match = re.search(number, line.text) if _OTHER.search(line.text) else None
+        said = _SAID.search(line.text) and not _NO_MEASURE.search(line.text)
+        match = re.search(number, line.text) if said else None
         if match is not None and not any(s.line is line for s in e.series.steps):
             return _value(match, scale), line, "its predecessor"
     return None

@@ -62,6 +62,28 @@ def test_a_run_that_ended_without_a_word_is_fatal_only_if_it_failed(
     assert [(f.code, f.severity) for f in found.findings] == [("run.not_started", severity)]
 
 
+@pytest.mark.parametrize(
+    ("date", "severity", "title"),
+    [
+        ("2026-09-01T08:00:40Z", "info", "not a word yet, 40s after its launch"),
+        ("2026-09-01T09:00:00Z", "warning", "the trainer never spoke"),
+    ],
+)
+def test_a_run_that_lives_may_take_its_time_to_the_first_word(
+    date: str, severity: str, title: str
+) -> None:
+    (found,) = report(run_state="starting", run_started=START, date=date).findings
+    assert (found.code, found.severity, found.title) == ("run.not_started", severity, title)
+
+
+def test_a_run_that_waits_at_a_prompt_is_named_at_once() -> None:
+    pane = "pane: Do you want to continue? [Y/n] "
+    (found,) = report(
+        run_state="starting", run_started=START, date="2026-09-01T08:00:05Z", tmux=pane
+    ).findings
+    assert (found.code, found.severity) == ("run.not_started", "fatal")
+
+
 def test_a_collapse_in_the_records_alone() -> None:
     rate = metrics(80, tokens_per_s=lambda i: 20_000.0 if i < 20 else 4_600.0)
 
@@ -128,6 +150,23 @@ def test_of_another_target_not_even_that_is_told() -> None:
     unlike = ["target.model SmolLM2-135M → Qwen3-8B", "data.anchors 512 → 256"]
 
     assert not report(metrics=slow, predecessor={"tok_s": 90_000.0, "unlike": unlike}).findings
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("previous run r-0650 at 15.4k tok/s, same config", ["throughput.collapse"]),
+        ("baseline of another machine: 670k tok/s", []),
+        ("expected throughput at 8 GPUs: 670k tok/s (linear)", []),
+        ("the previous phase (short rows) ran at 300k tok/s", []),
+    ],
+)
+def test_what_a_log_says_of_other_work_is_no_measure(said: str, code: list[str]) -> None:
+    steps = "\n".join(
+        f"step {i}/900 | loss {8 - i / 300:.3f} | 5.0k tok/s" for i in range(0, 600, 10)
+    )
+
+    assert roots(report(f"{said}\n{steps}", run_state="training")) == code
 
 
 KILL = "{date} Memory cgroup out of memory: Killed process 881 (python3) total-vm:9123kB"
