@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -81,6 +82,44 @@ def fork_agent(variables: Mapping[str, str], stdin: int, stdout: int, stderr: in
         stdout=stdout,
         stderr=stderr,
     )
+
+
+class ProcessLink:
+    """A process as the link of an ``AgentChannel``.
+
+    Its input is a socket: a channel sends from several threads, and a pipe that one of them closed
+    left its number, which another was about to write to, to the next test's.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        self._input, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                argv, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+            )
+        assert self.process.stdout and self.process.stderr
+        self._output, self._errors = self.process.stdout, self.process.stderr
+        self.sent = 0
+
+    def send(self, data: bytes | memoryview) -> None:
+        self.sent += len(data)
+        self._input.sendall(data)
+
+    def receive(self) -> bytes:
+        return self._output.read(1 << 16)
+
+    def receive_error(self) -> bytes:
+        return self._errors.read(1 << 16)
+
+    def finish_input(self) -> None:
+        self._input.shutdown(socket.SHUT_WR)
+
+    def status(self, timeout: float) -> int | None:
+        return self.process.wait(timeout)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
 
 
 class Peer:

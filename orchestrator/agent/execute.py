@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from orchestrator.agent.files import write_all
 from orchestrator.agent.program import of_interpreter
 from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.serve import Cancelled, Request, from_os_error
@@ -147,7 +148,8 @@ def _feed(request: Request, child: subprocess.Popen[bytes]) -> None:
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError, Cancelled), child.stdin as stream:
         for piece in request.input():
-            stream.write(piece)
+            # One write of a process that is frozen and thawed under it takes a part.
+            write_all(stream.fileno(), piece)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

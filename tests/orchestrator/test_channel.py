@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agent_peer import furnish
+from agent_peer import ProcessLink, furnish
 
 from orchestrator import agent_bundle, channel, request
 from orchestrator.agent import loader
@@ -28,43 +27,18 @@ from orchestrator.errors import (
 PYTHON = sys.executable
 
 
-class Pipes:
-    """A process as a channel's link; ``deaf`` makes it a dead one."""
+class Pipes(ProcessLink):
+    """``deaf`` makes it a dead one."""
 
     def __init__(self, argv: list[str]) -> None:
-        self.process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
-        )
-        assert self.process.stdin and self.process.stdout and self.process.stderr
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
-        self.stderr = self.process.stderr
+        super().__init__(argv)
         self.deaf = threading.Event()
-        self.sent = bytearray()
-
-    def send(self, data: bytes | memoryview) -> None:
-        self.sent += data
-        view = memoryview(data)
-        while view:
-            view = view[self.stdin.write(view) :]
 
     def receive(self) -> bytes:
-        data = self.stdout.read(1 << 16)
+        data = super().receive()
         if self.deaf.is_set():
             threading.Event().wait(30)
         return data
-
-    def receive_error(self) -> bytes:
-        return self.stderr.read(1 << 16)
-
-    def finish_input(self) -> None:
-        self.stdin.close()
-
-    def status(self, timeout: float) -> int | None:
-        return self.process.wait(timeout)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
 
 
 Open = Callable[..., AgentChannel]
@@ -110,10 +84,10 @@ def test_the_program_travels_only_when_it_is_absent(open_channel: Open) -> None:
     size = len(agent_bundle.bundle().data)
     first = open_channel(trusted=True, cold=True)
     assert first.call("ping")
-    assert len(link_of(first).sent) > size
+    assert link_of(first).sent > size
     second = open_channel(trusted=True, cold=True)
     assert second.call("ping")
-    assert len(link_of(second).sent) < 2000
+    assert link_of(second).sent < 2000
 
 
 def test_what_a_login_shell_prints_first_is_passed_over(open_channel: Open) -> None:

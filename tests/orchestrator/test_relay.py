@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agent_peer import furnish
+from agent_peer import ProcessLink, furnish
 
 from orchestrator import agent_bundle, channel
 from orchestrator.agent import loader, protocol
@@ -30,20 +29,14 @@ MEMORY_KB = 45_000
 """Twice what a host's agent has at most; 40 MB more and it has kept what nobody reads."""
 
 
-class Host:
+class Host(ProcessLink):
     """The agent of a host, and ways through it to agents beside it."""
 
     def __init__(self, folder: Path, program: Path) -> None:
         """``program`` is the compiled one, for the folders of all that are not ``cold``."""
         self.folder = folder
         self.program = program
-        self.process = subprocess.Popen(
-            AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
-        )
-        assert self.process.stdin and self.process.stdout and self.process.stderr
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
-        self.stderr = self.process.stderr
-        self.sent = 0
+        super().__init__(AGENT)
         self.channel = self.open(self, "host", None)
         self.relays: list[AgentChannel] = []
         self.links: list[RelayLink] = []
@@ -70,28 +63,6 @@ class Host:
         self.links.append(link)
         self.relays.append(self.open(link, str(ct), ct, cold=cold))
         return self.relays[-1]
-
-    # The link to it
-
-    def send(self, data: bytes | memoryview) -> None:
-        if self.stdin.closed:
-            raise OSError("closed")
-        self.sent += len(data)
-        view = memoryview(data)
-        while view:
-            view = view[self.stdin.write(view) :]
-
-    def receive(self) -> bytes:
-        return self.stdout.read(1 << 16)
-
-    def receive_error(self) -> bytes:
-        return self.stderr.read(1 << 16)
-
-    def finish_input(self) -> None:
-        self.stdin.close()
-
-    def status(self, timeout: float) -> int | None:
-        return self.process.wait(timeout)
 
     def close(self) -> None:
         pass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import signal
+import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -50,8 +53,6 @@ def test_death_by_signal(agent: Any) -> None:
 
 def test_environment_folder_and_words_meet_no_shell(agent: Any, tmp_path: Path) -> None:
     code = "import os, sys; print(sys.argv[1:], os.environ['X'], os.getcwd())"
-    import sys
-
     words = ["*", "$(id)", "", "new\nline", os.fsdecode(b"\xff")]
     fields = {"env": {"X": "a b;$Y"}, "cwd": str(tmp_path)}
     command = [sys.executable, "-c", code, *words]
@@ -67,6 +68,26 @@ def test_without_input_a_command_reads_end_of_file(agent: Any) -> None:
 def test_a_command_that_ignores_its_input_still_ends(agent: Any) -> None:
     number = agent.stream("exec", bytes(5_000_000), command=["true"])
     assert agent.result(number)["exit_code"] == 0
+
+
+def test_input_is_whole_although_its_writer_is_stopped_and_continued(
+    agent: Any, tmp_path: Path
+) -> None:
+    """As by a backup that freezes the container."""
+    reads = f"echo $$; until test -e {tmp_path}/go; do sleep 0.02; done; wc -c"
+    number = agent.stream("exec", bytes(1_000_000), command=["sh", "-c", reads])
+    _, pid = agent.receive(number)
+    with open(f"/proc/{int(pid)}/fd/0", "rb") as pipe:
+        waiting = bytearray(4)
+        while int.from_bytes(waiting, sys.byteorder) < fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ):
+            fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+        os.kill(agent.process.pid, signal.SIGSTOP)
+        while read(agent.process.pid).state != "T":
+            pass
+        os.kill(agent.process.pid, signal.SIGCONT)
+    (tmp_path / "go").touch()
+    _, frames = agent.finish(number)
+    assert outputs(frames)["stdout"].split() == [b"1000000"]
 
 
 def test_a_background_child_that_holds_the_pipe_does_not_hold_the_answer(agent: Any) -> None:
