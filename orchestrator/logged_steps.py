@@ -70,6 +70,9 @@ def _joined(steps: Iterable[Step]) -> list[Step]:
         now = step if step.step is not None else replace(step, step=count)
         if found and found[-1].step == now.step:
             fresh = {name: value for name, value in _values(now) if value is not None}
+            if found[-1].tokens_per_s is not None:
+                # Of all devices first, then of each.
+                fresh.pop("tokens_per_s", None)
             found[-1] = replace(found[-1], **fresh)
         else:
             found.append(now)

@@ -55,6 +55,11 @@ def test_two_lines_of_one_step_are_one() -> None:
     assert (step.loss, step.tokens_per_s) == (2.5, 12000)
 
 
+def test_of_two_rates_of_a_step_the_first_is_the_runs() -> None:
+    text = "".join(f"step {n} 121.6k tok/s\nstep {n} (gpu 0) 15.2k tok/s\n" for n in (1, 2))
+    assert [step.tokens_per_s for step in parse(text)] == [121_600, 121_600]
+
+
 def test_of_several_ranks_one_is_drawn() -> None:
     text = "\n".join(f"[rank{r}]: step {n} loss {n + r}" for n in (1, 2, 3) for r in (0, 1))
     assert points(text) == [(1, 1.0), (2, 2.0), (3, 3.0)]
