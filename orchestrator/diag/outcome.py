@@ -40,7 +40,8 @@ _ATTEMPT = re.compile(
     re.IGNORECASE,
 )
 _ENDED = re.compile(
-    r"\bexit(?:ed|s|ing)?(?: return| code| status| with| rc)*[ :=(]+(?:code |status )?(-?[1-9]\d*)\b"
+    r"\bexit(?:ed|s|ing)?(?: return| code| status| with| rc)*[ :=(]+(?:code |status )?"
+    r"(-?[1-9]\d*)\b"
     r"|\b(?:rc|exit_?code|status|returncode)[ =:]+(-?[1-9]\d{0,2})\)?\s*$"
     r"|Error (12[67])\b(?! \(ignored\))|^\S*: \*\*\* .*Error (\d+)"
     r"|^\[\d+\][+-]? +Exit [1-9]"  # bash of a job in the background
