@@ -74,6 +74,9 @@ def status(request: Request) -> dict[str, Any]:
     supervisor = supervisor_record(paths)
     root = supervisor["pid"] if supervisor and _lives(supervisor) else None
     members = [] if found["ended"] else process.Tree(paths.run_id, root).members()
+    if members and found["state"] in ENDED:
+        left = ", ".join(str(one.pid) for one in members[:4])
+        found["reason"] = f"{found['reason']}; left of it: PID {left}, which stop ends"
     return {
         **found,
         "record": run_record(paths),

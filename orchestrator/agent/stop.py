@@ -33,7 +33,7 @@ def stop(request: Request) -> dict[str, Any]:
     grace = request.get("grace_s", (int, float))
     if grace is None:
         grace = run_record(paths).get("grace_s", 60)
-    already = state_of(paths) in ENDED
+    already = state_of(paths) in ENDED and not _left_behind(paths)
     killed: list[int] = []
     if not already:
         record = {"who": request.get("who", str, ""), "time": time.time(), "grace_s": grace}
@@ -52,6 +52,12 @@ def stop(request: Request) -> dict[str, Any]:
         "killed": killed or ending.get("killed", []),
         "last_lines": tail_lines(paths.log, LAST_LINES),
     }
+
+
+def _left_behind(paths: RunPaths) -> bool:
+    """Processes that outlived supervisor and command, such as ranks of a launcher that was killed
+    too: the run has failed, and they keep its GPUs."""
+    return exit_record(paths) is None and bool(process.Tree(paths.run_id, None).members())
 
 
 def _supervised_end(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -338,6 +339,19 @@ def test_stop_works_without_a_supervisor(runs: Any) -> None:
     assert "supervisor is gone" in runs.status(run)["reason"]
     answer = runs.agent.call("run.stop", run_id=run["run_id"], grace_s=1)
     assert answer["state"] == "stopped"
+    assert not [one for one in members if alive(one.pid, one.start)]
+
+
+def test_stop_ends_what_outlived_supervisor_and_command(runs: Any) -> None:
+    run = runs.start("bash", "-c", "setsid sleep 600 & echo ready; sleep 600; true")
+    runs.says(run, "ready")
+    members = Tree(run["run_id"], run["supervisor"]["pid"]).members()
+    for pid in (run["supervisor"]["pid"], runs.status(run)["supervisor"]["child"]["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    runs.wait(lambda: runs.status(run)["state"] == "failed")
+    assert re.search(r"; left of it: PID \d+, \d+, which stop ends$", runs.status(run)["reason"])
+    answer = runs.agent.call("run.stop", run_id=run["run_id"], grace_s=1)
+    assert (answer["state"], answer["already"]) == ("stopped", False)
     assert not [one for one in members if alive(one.pid, one.start)]
 
 
