@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_target import CONFIGS, SHAPE, make_model, save_target
-from transformers import AutoModelForCausalLM, PhiConfig, Qwen3NextConfig, ViTConfig
+from tiny_target import CONFIGS, SHAPE, TEMPLATE, make_model, save_target
+from transformers import AutoModelForCausalLM, AutoTokenizer, PhiConfig, Qwen3NextConfig, ViTConfig
 
 from trainer import taps
 from trainer.config import TargetConfig
@@ -367,3 +368,59 @@ def test_a_gguf_file_that_is_none_or_cut_short_is_named(tmp_path: Path, content:
     with pytest.raises(TargetError, match=r"model\.gguf") as caught:
         load_hf_config(TargetConfig(model=str(file)))
     assert "copy or download" in str(caught.value)
+
+
+def write_gguf(file: Path, longest: int) -> None:
+    """A Llama's metadata and tokenizer, without weights."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(longest)
+    writer.add_embedding_length(16)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    writer.add_vocab_size(5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["<e>", "a", "b", "c", "ab"])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_files_metadata_is_read_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+
+    class Counting(gguf.GGUFReader):  # type: ignore[misc, unused-ignore]
+        def __init__(self, *given: Any) -> None:
+            read.append(given)
+            super().__init__(*given)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counting)
+    file = tmp_path / "model.gguf"
+    target = TargetConfig(model=str(file))
+    write_gguf(file, longest=64)
+    config = load_hf_config(target)
+    config.max_position_embeddings = 7
+    assert load_hf_config(target).max_position_embeddings == 64, "what one changes is its own"
+    tokenizer = load_tokenizer(target)
+    assert len(read) == 1
+
+    chosen = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    assert type(tokenizer) is type(chosen)
+    assert tokenizer.backend_tokenizer.to_str() == chosen.backend_tokenizer.to_str()
+    assert tokenizer.special_tokens_map == chosen.special_tokens_map
+    assert tokenizer.chat_template == chosen.chat_template == TEMPLATE
+
+    write_gguf(file, longest=128)
+    assert load_hf_config(target).max_position_embeddings == 128
