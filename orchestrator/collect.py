@@ -151,6 +151,9 @@ def _ask_container(fleet: Fleet, channel: AgentChannel, ref: RunRef, found: Coll
     run = {"run_id": summary.run_id}
     found.probes["run_state"] = summary.state
     found.probes["run_started"] = summary.created
+    if summary.is_over and not answer.get("exit") and summary.reason:
+        # Nothing in the run's folder tells of its end: the agent says why.
+        found.probes["run_reason"] = summary.reason
     if gpus := answer.get("gpus"):
         found.probes["run_gpus"] = gpus
     looks = Looks("container", partial(_ask_looks, channel, ref, summary))

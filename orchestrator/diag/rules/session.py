@@ -206,6 +206,8 @@ _SIGNALLED = (
     r"killed by signal:? ?\(?(\w+)|died with <Signals\.SIG(\w+)",
     r"(?:received|caught) (?:SIG(TERM|KILL|HUP|SEGV|BUS|ABRT))",
     r"Received (15|9|Signals\.SIGTERM) death signal|got signal: (15|9)\b",
+    # Of our agent, where a run has no end on record.
+    r"the supervisor was killed and left no record",
 )
 _BARE = (
     r"^(?:\S+: line \d+: +\d+ )?(Killed|Terminated|Segmentation fault|Bus error|Aborted|"

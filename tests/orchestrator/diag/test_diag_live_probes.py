@@ -172,6 +172,15 @@ def test_what_a_log_says_of_other_work_is_no_measure(said: str, code: list[str])
 KILL = "{date} Memory cgroup out of memory: Killed process 881 (python3) total-vm:9123kB"
 
 
+def test_a_run_that_was_killed_with_its_supervisor_is_no_riddle() -> None:
+    reason = "the supervisor was killed and left no record; left of it: PID 812, which stop ends"
+
+    (found,) = report("loading\n", run_state="failed", run_reason=reason).findings
+
+    assert found.code == "run.killed"
+    assert "PID 812" in found.evidence[0].text
+
+
 @pytest.mark.parametrize(
     ("date", "code"),
     [
