@@ -43,7 +43,8 @@ _OURS = re.compile(
 )
 # Of anybody else's config and options the names are all that is known.
 _THEIRS = re.compile(
-    r"(?:.*[._])?(?:\w*model\w*|teacher|student|config\w*|\w*seq\w*|\w*len(?:gth)?|context\w*|"
+    r"(?!.*(?:out|sav|export|log|eval|valid|test|resume|checkpoint))"
+    r"(?:.*[._])?(?:\w*model\w*(?:\..*)?|teacher|student|config\w*|\w*seq\w*|\w*len(?:gth)?|context\w*|"
     r"block_size|\w*batch\w*|rows|\w*layers?|hidden\w*|\w*heads|width|depth|dim|anchors|"
     r"optim(?:izer)?|nproc\w*|nnodes|num_(?:processes|machines|gpus|nodes))"
 )

@@ -14,7 +14,7 @@ from test_channel import Pipes
 from orchestrator.agent.loader import argv
 from orchestrator.agent_bundle import bundle
 from orchestrator.channel import AgentChannel
-from orchestrator.run_files import EARLIER_RUNS, comparable
+from orchestrator.run_files import EARLIER_RUNS, comparable, first_before
 
 OURS = ["python", "-m", "trainer", "train", "config.yaml"]
 THEIRS = ["python", "train.py"]
@@ -116,3 +116,11 @@ def test_a_run_that_was_removed_ends_the_search(past: Past) -> None:
     past.last = "r-gone"
     past.run(OURS, None)
     assert past.measure(past.run(OURS)) is None
+
+
+def test_the_nearest_run_before_that_is_good(past: Past) -> None:
+    _, good, bad, last = (past.run(OURS) for _ in range(4))
+
+    assert first_before(past.channel, last, lambda _, run_id: run_id != bad) == good
+    assert first_before(past.channel, last, lambda _, run_id: run_id == last) is None
+    assert first_before(past.channel, "r-gone", lambda *_: True) is None

@@ -185,6 +185,7 @@ def test_the_target_is_told_first() -> None:
     ("options", "told"),
     [
         ("--lr 3e-4 --run-name b --resume last", []),
+        ("--output-model-path b --eval-batch-size 8 --log-config c.yaml", []),
         ("--model qwen-32b", ["model qwen-8b → qwen-32b"]),
         ("--max-seq-len=8192", ["max_seq_len None → 8192"]),
         ("configs/large.yaml", ["config None → configs/large.yaml"]),
@@ -195,6 +196,14 @@ def test_of_another_program_the_options_names_tell(options: str, told: list[str]
     before = ["python", "train.py", "--model", "qwen-8b"]
     now = [*before[: 2 if "--model" in options else 4], *options.split()]
     assert unlike_words(before, now) == told
+
+
+def test_of_another_trainers_config_the_names_tell() -> None:
+    def told(model: str, lr: float, out: str) -> str:
+        config = {"model": {"name": model, "dropout": 0}, "optim": {"lr": lr}, "out_model": out}
+        return json.dumps({"event": "started", "detail": {"config": config}})
+
+    assert unlike(told("8b", 1e-4, "a"), told("70b", 2e-4, "b")) == ["model.name 8b → 70b"]
 
 
 def test_fewer_processes_are_other_work_and_more_are_not() -> None:
