@@ -17,15 +17,17 @@ from fork_server import ForkServer
 ROOT = Path(__file__).parents[1]
 MODULE = "orchestrator.cli"
 IMPORTS = """
+from orchestrator.agent_bundle import bundle
 from orchestrator.cli.app import VERBS, load
 import fabric
 for name, verb in VERBS.items(): load(name, verb)
+bundle()
 """
 
 
 @cache
 def _server() -> ForkServer:
-    """Has imported every verb."""
+    """Has imported every verb, and packed the agent: a third of a verb's CPU."""
     return ForkServer(IMPORTS, base_environment())
 
 
