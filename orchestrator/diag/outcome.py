@@ -43,6 +43,7 @@ _ENDED = re.compile(
     r"\bexit(?:ed|s|ing)?(?: return| code| status| with| rc)*[ :=(]+(?:code |status )?"
     r"(-?[1-9]\d*)\b"
     r"|\b(?:rc|exit_?code|status|returncode)[ =:]+(-?[1-9]\d{0,2})\)?\s*$"
+    r"|\bfailed \(exitcode: -?[1-9]"  # torchrun of a rank; it may start it again
     r"|Error (12[67])\b(?! \(ignored\))|^\S*: \*\*\* .*Error (\d+)"
     r"|^\[\d+\][+-]? +Exit [1-9]"  # bash of a job in the background
     r"|^(?:bash: line \d+: +\d+ |.*\.sh: line \d+: +\d+ )?(?:Killed|Terminated|Aborted|Hangup|"
@@ -53,7 +54,7 @@ _ENDED = re.compile(
 # A shell's own complaint, or an exception's line, as the very last word of a log.
 _COMPLAINT = re.compile(
     r"^(?:(?:/\S*/)?(?:bash|sh|dash|zsh|ash|ksh)|\S+\.(?:sh|bash)): (?:line )?\d+:? ?\S"
-    r"|^(?:\w+\.)*\w+(?:Error|Exception|Interrupt|Exit)\b(?:: |$)"
+    r"|^(?:\w+\.)*\w+(?:Error|Exception|Interrupt|Exit)\b(?::\s|:?$)"
 )
 # One stage that is done, or a watcher's word, is not the run.
 _WORKER = re.compile(
@@ -98,8 +99,8 @@ def read_outcome(
     last_step = series.steps[-1].number if series.steps else 0
     record, alive = probes.exit, probes.alive
     done = _done_line(lines, last_step)
-    ended = _ended(lines, last_step, done)
     attempt = _attempt(lines, series)
+    ended = _ended(lines, last_step, done, attempt)
     going_on = _going_on(lines, failures)
     fatal = any(
         f.headed and f.first > last_step and not any(0 <= n - f.last <= 12 for n in going_on)
@@ -156,7 +157,8 @@ def _going_on(lines: Sequence[Line], failures: Sequence[Failure]) -> tuple[int, 
 def _complains(lines: Sequence[Line], last_step: int) -> bool:
     """The last word is an error, and nothing says that the run went on."""
     spoken = [li for li in lines[-8:] if li.text.strip() and not li.quiet]
-    last = spoken[-1] if spoken else None
+    # A message that goes on below is indented.
+    last = next((li for li in reversed(spoken) if not li.text[0].isspace()), None)
     return last is not None and last.number > last_step and bool(_COMPLAINT.match(last.text))
 
 
@@ -173,11 +175,13 @@ def _done_line(lines: Sequence[Line], last_step: int) -> int | None:
     return None
 
 
-def _ended(lines: Sequence[Line], last_step: int, done: int | None) -> Line | None:
+def _ended(lines: Sequence[Line], last_step: int, done: int | None, attempt: int) -> Line | None:
     for line in reversed(lines[-400:]):
         if line.number <= last_step:
             return None
         if done is not None and line.number > done and not _own_failure(line):
+            continue
+        if line.number < attempt and "failed (exitcode: " in line.text:
             continue
         if not line.quiet and _ENDED.search(line.text) is not None:
             return line

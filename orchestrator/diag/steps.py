@@ -1,7 +1,7 @@
 """Step lines of any trainer as numbers: step, loss, rate, accuracy, idle shares, queue depth.
 
-Read are our own line and JSON record, and the habits of nanoGPT, torchtitan, Megatron, Lightning
-and the transformers Trainer. A number that a line does not give is ``None``.
+Read are our own line and JSON record, and the habits of nanoGPT, torchtitan, Megatron, Lightning,
+Keras and the transformers Trainer. A number that a line does not give is ``None``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _DRAFTER_IDLE = re.compile(
 )
 _QUEUE = re.compile(r"\b(?:queue|q)(?:_depth)?['\"]?\s*[:=]?\s*(\d+(?:\.\d+)?)(?:\s*/\s*(\d+))?")
 BAR = re.compile(r"(\d+)/(\d+) \[[\d:?]+<[\d:?]+")
+_EPOCH_BAR = re.compile(r"(\d+)/\1 \[=+\] - ")  # Keras, once an epoch is through
 _EVAL_ONLY = re.compile(r"\b(?:eval|val|valid|validation|test)[_ /](?:loss|acc)", re.IGNORECASE)
 _JSON_KEYS = {
     "step": ("step", "global_step", "iter", "iteration", "it"),
@@ -127,14 +128,19 @@ def read_step(line: Line) -> Step | None:
         return _record(line, text)
     bar = BAR.search(text)
     step = _STEP.search(text)
-    if bar is None and step is None:  # as most lines are: the rest is half of reading them
+    epoch = _EPOCH_BAR.match(text) if bar is None else None
+    # As most lines are: the rest is half of reading them.
+    if bar is None and step is None and epoch is None:
         return None
     loss = _LOSS.search(text)
     seconds = _SECONDS.search(text)
     rate = _rate(text, seconds)
     tokens = _tokens(text)
+    number: int | None
     total: int | None
-    if bar is not None and loss is not None:
+    if epoch is not None and loss is not None:
+        number = total = None
+    elif bar is not None and loss is not None:
         number, total = int(bar[1]), int(bar[2])
     elif step is not None and (loss is not None or tokens is not None or rate is not None):
         number = _whole(step[1])

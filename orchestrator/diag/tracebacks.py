@@ -33,7 +33,8 @@ _TERMINATE = re.compile(r"terminate called after throwing an instance of '([^']+
 _WHAT = re.compile(r"^\s*what\(\):\s*(.*)")
 _FATAL = re.compile(r"^Fatal Python error: (.+)")
 _STOPS = re.compile(  # a line that no exception message continues over
-    r"^(?:step\s|\{['\"]|Epoch |\[supervisor\]|=====|-----|torchrun|srun:|make\b|wandb:|"
+    r"^(?:step\s|\{['\"]|Epoch |\[supervisor\]|=====|-----|torchrun|ERROR:torch|srun:|make\b|"
+    r"wandb:|"
     r"\s*(?:Failures|Root Cause)|.{1,40}: (?:train(?:er)?|exit)\b|exit \d|\[\w+-\d+\] )"
 )
 _LIBRARY = re.compile(
@@ -186,8 +187,10 @@ def _exception(text: str, in_traceback: bool) -> re.Match[str] | None:
     if match is None:
         return None
     if not in_traceback and not match["message"] and "." not in match["type"]:
-        # A bare word such as "Error" or "Timeout" alone on a line is prose, not an exception.
-        return match if match["type"] in ("KeyboardInterrupt", "MemoryError") else None
+        # A bare word such as "Error" or "Timeout" alone on a line is prose, not an exception;
+        # "RuntimeError:" may have its message in the lines below.
+        told = re.match(r"[A-Z]\w+Error:\s*$", text)
+        return match if told or match["type"] in ("KeyboardInterrupt", "MemoryError") else None
     if not in_traceback and match["type"][0].islower() and "." not in match["type"]:
         return None  # "error: …" of some tool
     return match

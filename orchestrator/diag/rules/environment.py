@@ -34,6 +34,8 @@ VERSION = (
     r"incompatible with the installed",
     r"has (?:been )?(?:detected|found) (?:an )?incompatible|_STATUS_\w*VERSION_MISMATCH\b",
     r"requires a different Python|python_requires|Python 3\.\d+ (?:or (?:newer|later)|is required)",
+    r"CUDA Setup failed despite GPU being available|Could not load bitsandbytes native library|"
+    r"Could not find the bitsandbytes CUDA binary",
     r"magic number in .*\.pyc|bad magic number",
     r"Failed to import \S+ because of the following error",  # transformers
     r"Dataset scripts are no longer supported",  # datasets 4

@@ -193,6 +193,7 @@ SHM = (
     r"out of shared memory|raise your shared memory limit",
     r"unable to (?:allocate|open|resize|mmap|write to)[^\n]*(?:shared memory|</?torch_|/dev/shm)",
     r"unable to write to file </torch_",
+    r"unable to mmap \d+ bytes from file <filename not specified>",  # passed by descriptor
     r"(?:No space left on device|ENOSPC|Errno 28|Bus error)[^\n]*/dev/shm",
     r"/dev/shm[^\n]*(?:No space left on device|ENOSPC|is full)",
     r"Call to posix_fallocate failed ?: No space left on device",

@@ -35,14 +35,15 @@ LOAD = (
     r"It looks like the config file at '[^']+' is not a valid JSON file",
     r"(?:sha256|checksum|hash|size)[^\n]*(?:mismatch|differs|"
     r"does not match)[^\n]*(?:safetensors|shard|weights?|model)",
-    r"unable to mmap \d+ bytes from file|(?i:invalid magic (?:number|character)[^\n]*gguf)|"
-    r"GGUF magic (?:invalid|number)|not a GGUF file|"
+    r"unable to mmap \d+ bytes from file(?! <filename not spec)|"
+    r"(?i:invalid magic (?:number|character)[^\n]*gguf)|GGUF magic (?:invalid|number)|not a GGUF file|"
     r"Keys? \S+ not found in (?:the )?(?:index|weight_map)",
 )
 SHAPE = (
     r"size mismatch for \S+: copying a param",
     r"Error\(s\) in loading state_dict for",
     r"(?:Missing|Unexpected) key\(s\) in state_dict",
+    r"\b(?:missing|unexpected) keys? \S+ in state_dict",  # torch before 0.4
     r"mat1 and mat2 shapes cannot be multiplied|mat1 and mat2 must have the same dtype",
     r"The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)",
     r"(?:shape|hidden[_ ]size|head_dim|num_(?:hidden_)?layers|dimension|width|features?|"
