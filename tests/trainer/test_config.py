@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaCo
 
 from trainer.__main__ import main
 from trainer.config import load_config, parse_config
+from trainer.data.sources import LOOKED_AT
 from trainer.errors import ConfigError, TrainerError
 from trainer.resolve import resolve
 
@@ -224,6 +225,74 @@ def test_data_without_a_line_is_no_good_data(
     for command in (["check"], ["data", "prepare"]):
         assert main([*command, str(path)]) == 2
         assert f"no line in {tmp_path / 'chats.jsonl'}" in capsys.readouterr().err
+
+
+def check(home: Path, **changes: Any) -> int:
+    path = home / "c.yaml"
+    path.write_text(yaml.safe_dump(run_config(home, **changes)))
+    return main(["check", str(path)])
+
+
+def write_bad_chats(path: Path, count: int) -> Path:
+    path.write_text('{"messages": []}\n' * count)
+    return path
+
+
+def test_check_refuses_files_of_which_no_line_can_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`data check` names each, `check` says so before anything long begins."""
+    make_home(tmp_path)
+    bad = write_bad_chats(tmp_path / "bad.jsonl", 3)
+    unanswered = tmp_path / "unanswered.jsonl"
+    unanswered.write_text('{"prompt": "what?"}\n{not json\n')
+
+    def asking(path: Path) -> dict[str, Any]:
+        return {"files": [], "make": {"prompts": [{"kind": "file", "path": str(path)}]}}
+
+    for changes, says in [
+        ({"data": {"files": [str(bad)]}}, f"none of the 3 lines in {bad} can be used: 3 × `mess"),
+        (
+            {"data": {"files": [str(unanswered)]}},
+            f"none of the 2 lines in {unanswered} can be used",
+        ),
+        ({"data": asking(bad)}, f"none of the 3 lines in {bad} can be used"),
+        ({"evaluation": {"prompts": str(bad)}}, f"none of the 3 lines in {bad} can be used"),
+    ]:
+        assert check(tmp_path, **changes) == 2
+        told = capsys.readouterr()
+        assert says in told.err
+        assert "nothing stands in the way" not in told.out
+    # What the one cannot be used for, the other can.
+    assert check(tmp_path, data=asking(unanswered)) == 0
+
+
+def test_check_says_of_one_file_among_others_that_it_gives_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_home(tmp_path)
+    bad = write_bad_chats(tmp_path / "bad.jsonl", 3)
+    good = str(tmp_path / "chats.jsonl")
+    assert check(tmp_path, data={"files": [str(bad), good]}) == 0
+    said = capsys.readouterr().out
+    assert f"note: none of the 3 lines in {bad} can be used: 3 × `messages` is empty" in said
+    assert good not in said
+
+
+def test_check_reads_a_file_up_to_its_first_good_line_and_no_further_than_a_thousand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes after a thousand bad ones may be good: it is said, and not refused."""
+    make_home(tmp_path)
+    long = write_bad_chats(tmp_path / "long.jsonl", LOOKED_AT + 1)
+    assert check(tmp_path, data={"files": [str(long)]}) == 0
+    said = capsys.readouterr().out
+    assert f"note: none of the first 1000 lines in {long} can be used: 1000 × " in said
+    late = write_bad_chats(tmp_path / "late.jsonl", LOOKED_AT - 1)
+    with late.open("a") as stream:
+        stream.write((tmp_path / "chats.jsonl").read_text())
+    assert check(tmp_path, data={"files": [str(late)]}) == 0
+    assert "note: " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

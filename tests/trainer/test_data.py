@@ -26,7 +26,7 @@ from trainer.data.conversation import (
     read_conversations,
 )
 from trainer.data.pack import PackedBatches, pack_rows
-from trainer.data.prepare import check_files
+from trainer.data.sources import check_files
 from trainer.data.store import Samples
 from trainer.data.template import PROOFS, ChatTemplate, Encoded
 from trainer.errors import DataError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from trainer.config import load_config
-from trainer.data.prepare import check_sources, load_prepared
+from trainer.data.prepare import load_prepared
+from trainer.data.sources import look
 from trainer.outlook import data_folder, plan_run, refuse_too_little, run_folder
 from trainer.resolve import Resolved, resolve
 from trainer.telemetry import say
@@ -19,7 +20,8 @@ def check(options: Namespace) -> int:
         say(line)
     folder = data_folder(resolved.config, run_folder(resolved.config))
     if load_prepared(resolved.config, folder) is None:
-        check_sources(resolved.config)
+        for note in look(resolved.config, resolved.tokenizer, resolved.drafter.vocab_size):
+            say(f"note: {note}")
     check_trackers(resolved.config.report_to)
     plan = plan_run(resolved)
     say(plan.table())

@@ -7,7 +7,8 @@ from argparse import Namespace
 
 from trainer.config import load_config
 from trainer.data.conversation import Rejection
-from trainer.data.prepare import check_files, load_prepared
+from trainer.data.prepare import load_prepared
+from trainer.data.sources import check_files
 from trainer.data.template import ChatTemplate
 from trainer.errors import DataError
 from trainer.outlook import data_folder, run_folder

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,20 +23,17 @@ import numpy as np
 
 from trainer.config import TrainConfig, digest
 from trainer.data.conversation import (
-    Conversation,
     Messages,
-    Rejection,
     is_held_out,
-    read_conversations,
 )
-from trainer.data.features import NONE, FeatureFile
+from trainer.data.features import FeatureFile
 from trainer.data.labels import relabel
 from trainer.data.make import Journal, Maker, Reject, Say
-from trainer.data.store import MADE_AGAIN, Samples, SampleWriter, describe
-from trainer.data.template import ChatTemplate, Encoded, RefusedError
+from trainer.data.sources import Rejections, Sample, from_lines, lines_of, look, usable
+from trainer.data.store import MADE_AGAIN, Samples, SampleWriter
+from trainer.data.template import ChatTemplate, Encoded
 from trainer.drafter.config import text_config
 from trainer.errors import DataError, ResourceError
-from trainer.objective import anchor_candidates
 from trainer.records import HeldOut, Report, read_object
 from trainer.telemetry import claimed_elsewhere
 
@@ -71,27 +66,6 @@ class Prepared:
             raise DataError(
                 f"cannot read {path} after line {read}: {error}", next_step=MADE_AGAIN
             ) from None
-
-
-@dataclass(frozen=True)
-class _Sample:
-    where: str
-    key: str
-    encoded: Encoded
-    features: int = NONE
-
-
-@dataclass
-class Rejections:
-    """What the report says of them."""
-
-    reasons: Counter[str] = field(default_factory=Counter)
-    first: list[str] = field(default_factory=list)
-
-    def add(self, item: Rejection) -> None:
-        self.reasons[item.reason] += 1
-        if len(self.first) < 20:
-            self.first.append(f"{item.where}: {item.reason}")
 
 
 def data_key(config: TrainConfig) -> str:
@@ -143,7 +117,8 @@ def prepare(
     if found is not None:
         say(f"data: {folder} is complete: {_line(found.report)}")
         return found
-    check_sources(config)
+    for note in look(config, tokenizer, rows):
+        say(f"data: {note}")
 
     def maker() -> Maker:
         made, target = config.data.make, model()
@@ -198,12 +173,13 @@ def _fill(
     """Samples and held-out prompts, on disk as they come; returns how many turns are context alone
     because the template rewrites them."""
     asked, rewritten = Journal(folder), 0
-    samples = _from_files(config, tokenizer, rows, rejected.add, asked)
+    template = ChatTemplate(tokenizer, rows)
+    samples = from_lines(lines_of(config.data.files), config, template, rejected.add, asked)
     if config.data.make is not None:
         samples = itertools.chain(samples, _from_target(config, maker, rejected.add, asked))
     train, held_out = (SampleWriter(folder / name) for name in PARTS)
     with train, held_out:
-        for sample in _usable(samples, rejected.add, config, tokenizer):
+        for sample in usable(samples, rejected.add, config, tokenizer):
             part = held_out if is_held_out(sample.key, config.data.held_out) else train
             part.add(sample.encoded, sample.features)
             rewritten += sample.encoded.rewritten
@@ -219,26 +195,11 @@ def _refuse_none(config: TrainConfig, held_out: int, rejected: Rejections) -> No
             f"all {held_out} samples fall into the held-out share of {config.data.held_out}",
             next_step="give more data, or lower data.held_out",
         )
-    shown = "; ".join(f"{count} × {reason}" for reason, count in rejected.reasons.most_common(3))
+    shown = str(rejected) or "the sources are empty"
     raise DataError(
-        f"no sample has anything to learn: {shown or 'the sources are empty'}",
+        f"no sample has anything to learn: {shown}",
         next_step="`python -m trainer data check CONFIG` shows each rejected line",
     )
-
-
-def check_sources(config: TrainConfig) -> None:
-    """Raises ``DataError`` for a file that cannot be read, and where not one has a line, before the
-    target writes for hours."""
-    made = config.data.make.prompts if config.data.make else []
-    prompts = [source.path for source in made if source.kind == "file"]
-    sources = [*config.data.files, *prompts]
-    first = [next(read_conversations(path), None) for path in sources]
-    if len(prompts) == len(made) and not any(first):
-        raise DataError(
-            f"no line in {', '.join(sources)}", next_step="name files that hold conversations"
-        )
-    if config.evaluation and config.evaluation.prompts is not None:
-        next(read_conversations(config.evaluation.prompts), None)
 
 
 def feature_file(folder: Path, model: Any, layer_ids: tuple[int, ...]) -> FeatureFile:
@@ -275,39 +236,9 @@ def _claimed(folder: Path, config: TrainConfig) -> Iterator[None]:
         yield
 
 
-def _from_files(
-    config: TrainConfig,
-    tokenizer: Any,
-    rows: int | None,
-    reject: Reject,
-    asked: Journal | None = None,
-) -> Iterator[_Sample]:
-    """Samples of ``data.files``; their held-out prompts go to ``asked``."""
-    if not config.data.files:
-        return
-    template = ChatTemplate(tokenizer, rows)
-    for item in itertools.chain.from_iterable(map(read_conversations, config.data.files)):
-        if isinstance(item, Rejection):
-            reject(item)
-        elif item.messages[-1]["role"] != "assistant":
-            reject(Rejection(item.where, "ends without an answer"))
-        else:
-            try:
-                encoded = template.encode(item.messages)
-            except RefusedError as error:
-                reject(Rejection(item.where, error.what))
-            except DataError as error:
-                raise DataError(f"{item.where}: {error.what}", next_step=error.next_step) from None
-            else:
-                key = item.key
-                if asked is not None and is_held_out(key, config.data.held_out):
-                    asked.append({"key": key, "messages": item.prompt})
-                yield _Sample(item.where, key, encoded)
-
-
 def _from_target(
     config: TrainConfig, maker: Callable[[], Maker], reject: Reject, asked: Journal
-) -> Iterator[_Sample]:
+) -> Iterator[Sample]:
     """What the target writes; its held-out prompts, answered or not, go to ``asked``."""
     writing = maker()
     prompts = writing.prompts(reject)
@@ -320,25 +251,7 @@ def _from_target(
         tokens = np.array(prompt + response, np.int32)
         encoded = Encoded(tokens, np.arange(len(tokens)) >= len(prompt))
         key = item["key"]
-        yield _Sample(f"response to {key[:12]}", key, encoded, item["features"])
-
-
-def _usable(
-    samples: Iterable[_Sample], reject: Reject, config: TrainConfig, tokenizer: Any
-) -> Iterator[_Sample]:
-    """Samples, supervised as the config says, with something to learn within a row."""
-    everything = config.data.supervise == "everything"
-    # The template's opening is the same in all samples.
-    opening = ChatTemplate(tokenizer).opening_length() if everything else 0
-    for sample in samples:
-        encoded = sample.encoded
-        if everything:
-            told = np.arange(len(encoded.tokens)) >= opening
-            encoded = Encoded(encoded.tokens, told | encoded.supervised)
-        if anchor_candidates(encoded.supervised[: config.data.sequence_length]).size:
-            yield replace(sample, encoded=encoded)
-        else:
-            reject(Rejection(sample.where, "no supervised pair of tokens in reach"))
+        yield Sample(f"response to {key[:12]}", key, encoded, item["features"])
 
 
 def _write_prompts(folder: Path, asked: Journal) -> None:
@@ -372,28 +285,3 @@ def _line(report: dict[str, Any]) -> str:
         f"{train['samples']} samples, {train['tokens']} tokens ({share:.0%} supervised),"
         f" {report['held_out']['samples']} held out, {report['rejected']['count']} rejected"
     )
-
-
-def check_files(
-    config: TrainConfig, tokenizer: Any, reject: Reject, rows: int | None = None
-) -> dict[str, Any]:
-    """Read and encode everything that needs no target at work; returns the report."""
-    lengths, supervised, rewritten = array("q"), 0, 0
-    samples = _from_files(config, tokenizer, rows, reject)
-    for sample in _usable(samples, reject, config, tokenizer):
-        lengths.append(len(sample.encoded.tokens))
-        supervised += int(sample.encoded.supervised.sum())
-        rewritten += sample.encoded.rewritten
-    prompts = 0
-    for source in config.data.make.prompts if config.data.make else []:
-        if source.kind == "file":
-            for item in read_conversations(source.path, source.template, source.limit):
-                if isinstance(item, Conversation):
-                    prompts += 1
-                else:
-                    reject(item)
-    return {
-        "samples": describe(lengths, supervised),
-        "rewritten_turns": rewritten,
-        "prompts": prompts,
-    }
