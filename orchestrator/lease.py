@@ -81,6 +81,21 @@ def claim(
     return told
 
 
+def held(host: AgentChannel, gpus: list[str]) -> list[str]:
+    """What would keep another run off ``gpus``: leases of runs that live, processes of others."""
+    using, leasing = host.request("gpu.processes"), host.request("lease.list")
+    found = using.result()
+    leases = [one for one in leasing.result()["leases"] if one["gpu"] in gpus and not one["stale"]]
+    runs = {one["run_id"] for one in leases}
+    busy = [
+        one
+        for one in found["processes"]
+        if one["gpu_uuid"] in gpus and one.get("run_id") not in runs
+    ]
+    cards = found["gpus"]
+    return [*(_lease(one, cards) for one in leases), *(_process(one, cards) for one in busy[:8])]
+
+
 def confirm(
     host: AgentChannel, target: Target, run_id: str, gpus: list[str], owner: dict[str, Any]
 ) -> None:

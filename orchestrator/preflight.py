@@ -13,6 +13,8 @@ from trainer.telemetry import duration
 
 # A run without these cannot work or would leave nothing behind; the others are told and no more.
 REQUIRED = frozenset({"python", "modules", "tmux", "disk", "workdir", "gpu"})
+FORCED = frozenset({"runs", "leases"})
+"""Refused too, but not under ``--force``."""
 CLOCK_S = 60.0
 """Ages are reckoned on one clock; but the dates in logs and records are what two clocks say."""
 MODULES = ("torch", "transformers", "pydantic")
@@ -128,7 +130,14 @@ def refusal(checks: list[Check], target: Target) -> DflashctlError | None:
 
 def blocked(checks: list[Check]) -> bool:
     """Whether a launch without --force would be refused."""
-    return any(not check.ok and (check.required or check.name == "runs") for check in checks)
+    return any(not check.ok and (check.required or check.name in FORCED) for check in checks)
+
+
+def leases(held: list[str]) -> Check:
+    """:param held: what keeps the target's GPUs, as its host tells (``lease.held``)."""
+    text = "; ".join(held) or "nobody has its GPUs"
+    next_step = "wait for it, end it, choose other GPUs, or launch beside it with --force"
+    return Check("leases", not held, False, text, next_step if held else "")
 
 
 def _check(name: str, found: dict[str, Any], target: Target) -> Check:

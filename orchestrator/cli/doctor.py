@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator import preflight
+from orchestrator import lease, preflight
 from orchestrator.channel import AgentChannel
 from orchestrator.cli import output
 from orchestrator.cli.options import CtOption, HostOption, InventoryOption, JsonOption, Targets
@@ -33,7 +33,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check everything a launch needs; start nothing. Exits 4 if a launch would be refused:
-    also where a run lives in the container, which `launch --force` passes over."""
+    also where a run lives in the container or has its GPUs, which `launch --force` passes over."""
     code = 0
     with open_session(inventory, patient=False, as_json=as_json) as session:
         chosen = session.some_targets(targets, host, ct)
@@ -82,7 +82,12 @@ def look(fleet: Fleet, modules: tuple[str, ...], target: Target) -> Looked:
         fields = preflight.request_fields(target, modules, None)
         asked = channel.request("preflight", **fields)
         spy = _asks_py_spy(channel, target.settings.python)
-        checks = preflight.read(asked.result(), target)
+        answer = asked.result()
+        checks = preflight.read(answer, target)
+        if gpus := lease.wanted(answer["checks"], target):
+            # Who has them only the host knows; a host that is not reached is told elsewhere.
+            with contextlib.suppress(DflashctlError):
+                checks.append(preflight.leases(lease.held(fleet.host(target.host), gpus)))
         seen = _answers(spy)
         if not seen:
             host = target.host

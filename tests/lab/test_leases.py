@@ -54,14 +54,21 @@ def processes(cli: Cli, lab: Lab, tmp_path: Path) -> Iterator[Path]:
     folder.rmdir()
 
 
+def doctor(cli: Cli, container: str, code: int) -> str:
+    return cli("doctor", container, "--no-trainer", code=code).stdout
+
+
 def test_a_leased_gpu_is_refused_to_another_container_until_the_run_ends(
     cli: Cli, code: Path, processes: Path
 ) -> None:
     first = cli.json("launch", "lab-200", "--", "sleep", "60", cwd=code)["run_id"]
     refused = cli("launch", "lab-201", "--", "true", cwd=code, code=4)
     assert "error: lab-201 run " in refused.stderr
-    assert re.search(rf"GPUs are leased: GPU 0 by \S+ for {first} in container 200", refused.stderr)
+    words = rf"GPU 0 by \S+ for {first} in container 200"
+    assert re.search(rf"GPUs are leased: {words}", refused.stderr)
+    assert re.search(rf"warning leases   {words}", doctor(cli, "lab-201", 4))
     cli("stop", first, code=0)
+    assert "ok      leases   nobody has its GPUs" in doctor(cli, "lab-201", 0)
     cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
 
 
@@ -72,6 +79,7 @@ def test_the_lease_of_a_run_that_was_killed_is_taken_over_and_told(
     first = cli.json("launch", "lab-200", "--", "sleep", nap, cwd=code)["run_id"]
     for words in (f"supervise .*/{first}$", f"^sleep {nap}$"):
         lab.host(["pkill", "-KILL", "-f", words])
+    assert "ok      leases   nobody has its GPUs" in doctor(cli, "lab-201", 0)
     done = cli("launch", "lab-201", "--wait", "--", "true", cwd=code, code=0)
     took = rf"took over the lease of GPU 0 by \S+ for {first} in container 200"
     assert re.search(took, done.stderr), done.stderr
@@ -94,6 +102,7 @@ def test_a_gpu_that_a_process_uses_is_refused_with_its_pid_and_container(
     assert "error: lab-200 run " in refused.stderr
     assert f"GPU 0 by PID {pid}" in refused.stderr
     assert "31190 MiB" in refused.stderr and "container 201" in refused.stderr
+    assert f"warning leases   GPU 0 by PID {pid}" in doctor(cli, "lab-200", 4)
     cli("launch", "lab-200", "--force", "--wait", "--", "true", cwd=code, code=0)
     processes.write_text(f"{os.getpid()}, GPU-1111, 5, other\n")
     cli("launch", "lab-200", "--wait", "--", "true", cwd=code, code=0)
