@@ -36,8 +36,8 @@ LOAD = (
     r"(?:sha256|checksum|hash|size)[^\n]*(?:mismatch|differs|"
     r"does not match)[^\n]*(?:safetensors|shard|weights?|model)",
     r"unable to mmap \d+ bytes from file(?! <filename not spec)|"
-    r"(?i:invalid magic (?:number|character)[^\n]*gguf)|GGUF magic (?:invalid|number)|not a GGUF file|"
-    r"Keys? \S+ not found in (?:the )?(?:index|weight_map)",
+    r"(?i:invalid magic (?:number|character)[^\n]*gguf)|GGUF magic (?:invalid|number)|"
+    r"not a GGUF file|Keys? \S+ not found in (?:the )?(?:index|weight_map)",
 )
 SHAPE = (
     r"size mismatch for \S+: copying a param",
