@@ -117,7 +117,7 @@ def diverged(e: Evidence) -> Iterator[Finding]:
     burst = min(values[-5:]) > 100 * max(values[0], 0.1)
     climbed = end > 1.4 * smooth[best] and end > smooth[best] + 0.5
     high = (rising > 0.6 or end > 1.1 * values[0]) and end > 0.8 * max(values[best:])
-    if not (climbed and high or burst):
+    if not ((climbed and high) or burst):
         return
     a, b = points[best][0], points[-1][0]
     yield e.found(
