@@ -116,6 +116,8 @@ class _Open:
     thread: str = ""
     ignored: bool = False
     parent: Failure | None = None  # the exception whose "Original Traceback" this is
+    headed: bool = False
+    at: Line | None = None  # of the last frame
 
 
 class _Stream:
@@ -135,10 +137,24 @@ def parse(lines: Iterable[Line]) -> list[Failure]:
     """Every printed exception, in the order of its last line."""
     streams: dict[tuple[int | None, str], _Stream] = {}
     found: list[Failure] = []
+    end = 0
     for line in lines:
         stream = streams.setdefault(line.stream, _Stream())
         _feed(stream, line, found)
+        end = line.number
+    for stream in streams.values():
+        _cut(stream, end, found)
     return found
+
+
+def _cut(stream: _Stream, end: int, found: list[Failure]) -> None:
+    """The lines end within a traceback: it has no exception, but the frames tell where."""
+    opened = stream.open[-1] if stream.open else None
+    if opened is None or opened.at is None or not opened.headed or end - opened.at.number > 2:
+        return
+    raised = re.match(r"raise ([\w.]+)", opened.frames[-1].code)
+    name = raised[1] if raised else "Exception"
+    _close(stream, opened.at, name, "its words are cut off: the log ends before them", found)
 
 
 def _feed(stream: _Stream, line: Line, found: list[Failure]) -> None:
@@ -200,7 +216,8 @@ def _open(stream: _Stream, line: Line, text: str) -> None:
     parent = None
     if "Original Traceback" in text and stream.last is not None:
         parent = stream.last
-    stream.open.append(_Open(line.number, [], stream.thread, stream.ignored, parent))
+    opened = _Open(line.number, [], stream.thread, stream.ignored, parent, headed=True)
+    stream.open.append(opened)
     del stream.open[:-16]
     stream.last, stream.ignored, stream.thread = None, False, ""
 
@@ -216,7 +233,7 @@ def _frame(stream: _Stream, line: Line, text: str) -> bool:
             stream.half_frame = text.rstrip("\n")
             return True
         if stream.open and stream.open[-1].frames and text[:4] == "    ":
-            frames = stream.open[-1].frames
+            stream.open[-1].at, frames = line, stream.open[-1].frames
             if not frames[-1].code and text.strip(" ^~"):
                 last = frames[-1]
                 frames[-1] = Frame(last.file, last.line, last.function, text.strip())
@@ -225,6 +242,7 @@ def _frame(stream: _Stream, line: Line, text: str) -> bool:
     if not stream.open:
         stream.open.append(_Open(line.number))  # the header was lost or cut off
     stream.open[-1].frames.append(Frame(match[1], int(match[2]), match[3] or ""))
+    stream.open[-1].at = line
     return True
 
 

@@ -30,6 +30,8 @@ DRIVER_MISSING = (
     r"couldn't find libnvidia-ml",
     r"Module nvidia not found|could not insert 'nvidia'|[Dd]river [Nn]ot [Ll]oaded",
     r"nvidia-smi: (?:command )?not found",
+    r"nvidia-container-cli: initialization error: (?:driver|nvml)\b",
+    r"failed to detect NVIDIA devices",
     r"CUDA driver initialization failed|you might not have a CUDA gpu|CUDA_ERROR_NO_DRIVER",
     r"CUDA_ERROR_STUB_LIBRARY",
     r"CUDA driver is a stub library",

@@ -49,7 +49,7 @@ LIBRARIES = (
         "TORCHDYNAMO_VERBOSE=1 TORCH_LOGS=+inductor python …   # the whole story\n"
         "to tell the layers apart: torch.compile(backend='aot_eager') runs without inductor",
         innermost=r"torch/_inductor/(?!output_code|utils\.py:run)|triton/(?:compiler|backends|language"
-        r"|runtime)/|torch/_functorch/_aot_autograd/(?!runtime_wrappers)",
+        r"|runtime)(?:/|\.py)|torch/_functorch/_aot_autograd/(?!runtime_wrappers)",
     ),
     _Library(
         "dist.rendezvous",
@@ -77,7 +77,8 @@ LIBRARIES = (
         "the checkpoint does not fit what is to be loaded",
         "compare the config that made the checkpoint with the one given: model, optimizer, ranks\n"
         "resume with the old config, or start anew in another output folder",
-        innermost=r"torch/distributed/checkpoint/\S*:\w*(?:load|plan|read)",
+        innermost=r"torch/distributed/checkpoint/\S*:\w*(?:load|plan|read)|"
+        r"torch/optim/\S*:load_state_dict",
     ),
     _Library(
         "model.load",
