@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_target import make_model
 
 from trainer.data.decode import BatchDecoder, Completion, Request
-from trainer.data.slots import SlotDecoder, uniform
+from trainer.data.slots import SlotDecoder, Waiting, uniform
 from trainer.errors import TargetError
 
 pytestmark = pytest.mark.torch
@@ -94,3 +96,33 @@ def test_a_deadline_hands_out_what_was_begun() -> None:
 def test_targets_with_other_attention_are_refused(kind: str) -> None:
     with pytest.raises(TargetError, match="fixed_slots cannot decode this target"):
         SlotDecoder(make_model(kind), STOP, PAD, 2)
+
+
+def test_what_waits_is_handed_out_as_it_came(tmp_path: Path) -> None:
+    asked = [*requests(5), *requests(7, temperature=1.0), *requests(4, 1.0, 0.9)]
+    waiting = Waiting(iter(asked), tmp_path)
+    assert waiting.room == max(len(r.tokens) + r.limit for r in asked)
+    assert (waiting.sampling, waiting.nucleus) == (True, True)
+    assert [waiting.take() for _ in range(len(waiting))] == asked
+    assert len(waiting) == 0
+    greedy = Waiting(requests(3, top_p=0.9))
+    assert (greedy.sampling, greedy.nucleus) == (False, False)
+
+
+def test_memory_does_not_grow_with_the_tokens_of_what_waits(tmp_path: Path) -> None:
+    def held(length: int) -> int:
+        """Bytes, for a thousand prompts."""
+        before, _ = tracemalloc.get_traced_memory()
+        waiting = Waiting((Request(i, [300 + i] * length, 9) for i in range(1000)), tmp_path)
+        held = tracemalloc.get_traced_memory()[0] - before
+        assert len(waiting) == 1000
+        return held
+
+    tracemalloc.start()
+    try:
+        held(10)
+        grown = held(500) - held(10)
+    finally:
+        tracemalloc.stop()
+    # As lists 490,000 tokens more take 4 MB.
+    assert grown < 100_000

@@ -45,13 +45,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    key: int
+    request: Request
     tokens: list[int]
     """New ones, the stop token included."""
     ended: bool
     """False: cut by the limit or by the deadline."""
     features: Tensor | None = None
     """[prompt + new - 1, K·H]: of every token that the target read, if taps were asked for."""
+
+    @property
+    def key(self) -> int:
+        return self.request.key
 
 
 @dataclass
@@ -273,7 +277,7 @@ class BatchDecoder:
 
 def _completion(row: _Row, ended: bool) -> Completion:
     features = torch.cat(row.features) if row.features else None
-    return Completion(row.request.key, row.made, ended, features)
+    return Completion(row.request, row.made, ended, features)
 
 
 def alike(requests: list[Request], tokens: int) -> list[list[Request]]:

@@ -253,41 +253,33 @@ class Maker:
         # By hash, so that a run cut by time has some of every source; held-out prompts come last:
         # their responses only validate.
         missing.sort(key=lambda i: (is_held_out(keys[i], self.held_out), keys[i]))
-        under_way: dict[int, dict[str, Any]] = {}
         decoder = self._decoder(self.stop, layer_ids)
         progress = Progress("responses", len(keys), self.say, settings.seconds)
-        requests = self._requests(prompts, keys, missing, under_way)
+        requests = self._requests(prompts, keys, missing)
         for completion in decoder.run(requests, _deadline(settings.seconds)):
             if completion is not None:
                 offset = NONE
                 if features is not None and completion.features is not None:
                     offset = features.append(completion.features)
                 answer = {
+                    "prompt_tokens": completion.request.tokens,
                     "response_tokens": completion.tokens,
                     "ended": completion.ended,
                     "features": offset,
                 }
-                made.append(under_way.pop(completion.key) | answer)
+                made.append(prompts[keys[completion.key]] | answer)
             progress.update(len(made), decoder.generated)
         if missing:
             progress.end(len(made), decoder.generated)
         return (made[key] for key in keys if key in made)
 
-    def _requests(
-        self,
-        prompts: Journal,
-        keys: list[str],
-        missing: list[int],
-        under_way: dict[int, dict[str, Any]],
-    ) -> Iterator[Request]:
-        """As the decoder takes them, each noted in ``under_way`` until it is answered."""
+    def _requests(self, prompts: Journal, keys: list[str], missing: list[int]) -> Iterator[Request]:
+        """As the decoder takes them."""
         settings = self.config.response
         for start in range(0, len(missing), ENCODED_TOGETHER):
             indices = missing[start : start + ENCODED_TOGETHER]
-            items = [prompts[keys[index]] for index in indices]
-            encoded = self.template.prompts([item["messages"] for item in items])
-            for index, item, tokens in zip(indices, items, encoded, strict=True):
-                under_way[index] = item | {"prompt_tokens": tokens}
+            encoded = self.template.prompts([prompts[keys[i]]["messages"] for i in indices])
+            for index, tokens in zip(indices, encoded, strict=True):
                 yield Request(
                     index,
                     tokens,
@@ -307,7 +299,7 @@ class Maker:
             # With it comes the whole of transformers' modeling, for 2 s of which few have need.
             from trainer.data.slots import SlotDecoder
 
-            return SlotDecoder(self.model, stop, pad, settings.batch)
+            return SlotDecoder(self.model, stop, pad, settings.batch, self.folder)
         return BatchDecoder(self.model, stop, pad, settings.batch, layer_ids)
 
 

@@ -12,9 +12,13 @@ A prompt is read except its last token, which is the first one that the loop fee
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,12 +109,43 @@ def refuse_unfit(model: Any) -> None:
         )
 
 
+class Waiting:
+    """All requests, in their order, and the room that the longest needs: the slots' shape. Their
+    tokens lie in a file: as lists, those of a million prompts of 60 take 2.7 GB."""
+
+    def __init__(self, requests: Iterable[Request], folder: Path | None = None) -> None:
+        self._tokens = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._left: deque[tuple[Request, int]] = deque()
+        self.room = 0
+        self.sampling = self.nucleus = False
+        for request in requests:
+            self._tokens.write(array("i", request.tokens).tobytes())
+            self._left.append((replace(request, tokens=[]), len(request.tokens)))
+            self.room = max(self.room, len(request.tokens) + request.limit)
+            self.sampling |= request.temperature > 0
+            self.nucleus |= request.temperature > 0 and request.top_p < 1
+        self._tokens.seek(0)
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def take(self) -> Request:
+        request, length = self._left.popleft()
+        tokens = array("i")
+        tokens.frombytes(self._tokens.read(length * tokens.itemsize))
+        return replace(request, tokens=tokens.tolist())
+
+
 class SlotDecoder:
     """Decodes requests ``slots`` at a time. The model is whole, with its head. Greedy rows and
     sampled ones may be mixed; what a row draws depends on its request alone."""
 
-    def __init__(self, model: Any, stop: set[int], pad: int, slots: int) -> None:
+    def __init__(
+        self, model: Any, stop: set[int], pad: int, slots: int, folder: Path | None = None
+    ) -> None:
+        """``folder``: where prompts wait."""
         refuse_unfit(model)
+        self.folder = folder
         self.model = model
         self.device: torch.device = model.device
         self.cache_name = cache_argument(model)
@@ -126,13 +161,11 @@ class SlotDecoder:
         self, requests: Iterable[Request], deadline: float | None = None
     ) -> Iterator[Completion | None]:
         """As ``BatchDecoder.run``; None after each look at the device."""
-        waiting = deque(requests)
+        waiting = Waiting(requests, self.folder)
         if not waiting:
             return
-        room = max(len(r.tokens) + r.limit for r in waiting)
-        self._allocate(min(self.slots, len(waiting)), -(-room // ROOM_STEP) * ROOM_STEP)
-        self._sampling = any(r.temperature > 0 for r in waiting)
-        self._nucleus = any(r.top_p < 1 and r.temperature > 0 for r in waiting)
+        self._allocate(min(self.slots, len(waiting)), -(-waiting.room // ROOM_STEP) * ROOM_STEP)
+        self._sampling, self._nucleus = waiting.sampling, waiting.nucleus
         step: Recorded[None] = Recorded(self._step, self.device)
         with torch.inference_mode(), self._attention():
             # No slot is active yet: warming up changes nothing.
@@ -250,14 +283,14 @@ class SlotDecoder:
             self.generated += len(tokens)
             self._sitting[index] = None
             if tokens:
-                found.append(Completion(request.key, tokens, tokens[-1] in stop))
+                found.append(Completion(request, tokens, tokens[-1] in stop))
         return found
 
-    def _fill(self, waiting: deque[Request]) -> Iterator[None]:
+    def _fill(self, waiting: Waiting) -> Iterator[None]:
         free = [i for i, request in enumerate(self._sitting) if request is None]
         if not waiting or (len(free) < len(self._sitting) / REFILL):
             return
-        joining = [waiting.popleft() for _ in free[: len(waiting)]]
+        joining = [waiting.take() for _ in free[: len(waiting)]]
         for group in alike(joining, PREFILL_TOKENS):
             seats, free = free[: len(group)], free[len(group) :]
             self._seat(group, seats)
