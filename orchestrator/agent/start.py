@@ -52,7 +52,10 @@ def start(request: Request) -> dict[str, Any]:
             if link:
                 _check_link(link)
             record["predecessor"] = _newest(request)
-            _make_folder(request, paths, record, plan, diff)
+            # Written down, it keeps its release from being pruned: one may go until then.
+            with locked(request.paths.lock, shared=True):
+                _code(request, record["release"])
+                _make_folder(request, paths, record, plan, diff)
         if not os.path.exists(paths.supervisor):
             try:
                 _begin(request, paths, plan)
@@ -84,9 +87,7 @@ def _plan(request: Request, paths: RunPaths) -> tuple[dict[str, Any], dict[str, 
     """What run.json says (for people) and what the supervisor needs (values too)."""
     command = words(request)
     release = _release(request)
-    code = request.paths.release(release) if release else None
-    if code is not None and not os.path.isdir(code):
-        raise AgentError("release.not_found", f"there is no release {release}", release=release)
+    code = _code(request, release)
     cwd = code or request.paths.workdir
     if request.get("cwd", str):
         cwd = posixpath.join(cwd, request.get("cwd", str))
@@ -163,6 +164,14 @@ def _release(request: Request) -> str | None:
     if commit is None or commit.result is None or "release" not in commit.result:
         raise AgentError("request.invalid", f"request {number} gave no release")
     return str(commit.result["release"])
+
+
+def _code(request: Request, release: str | None) -> str | None:
+    """The release's folder."""
+    code = request.paths.release(release) if release else None
+    if code is not None and not os.path.isdir(code):
+        raise AgentError("release.not_found", f"there is no release {release}", release=release)
+    return code
 
 
 def words(request: Request) -> list[str]:

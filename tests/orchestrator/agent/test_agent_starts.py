@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from agent_peer import seeds
+from test_agent_releases import push
 
 from orchestrator.agent.frames import encode
 from orchestrator.agent.process import Tree, command, table
@@ -368,3 +369,19 @@ def test_a_start_cut_in_its_input_leaves_no_run(runs: Any) -> None:
     runs.start("true")
     folder = runs.workdir / "dflashctl/runs"
     assert not list(folder.glob(".start-*"))
+
+
+def test_a_release_that_is_pruned_while_a_start_is_under_way_is_refused(runs: Any) -> None:
+    """Not before the run is written down is its release in use."""
+    agent = runs.agent
+    old, new = (push(agent, {b"go.sh": b"echo %d\n" % number}) for number in range(2))
+    fields = {"run_id": runs.new_id(), "command": ["bash", "go.sh"], "name": "n"}
+    starting = agent.send("run.start", release=old["release"], more=True, **fields)
+    time.sleep(0.2)  # it has looked for its code, and waits for the uncommitted changes
+    assert agent.call("release.prune", keep=1)["removed"] == [old["release"]]
+    agent.write(encode({"id": starting}))
+    assert agent.error(starting)["kind"] == "release.not_found"
+    assert [path for path in runs.workdir.glob("dflashctl/runs/*") if path.is_dir()] == []
+    run = agent.call("run.start", release=new["release"], **fields)
+    runs.ending(run)
+    assert Path(run["log"]).read_text() == "1\n"
