@@ -50,7 +50,7 @@ def nan(e: Evidence) -> Iterator[Finding]:
     ended = re.compile(r"FloatingPointError|[Mm]inimum loss scale|scale already at minimum")
     hard = [h for h in words if not _SCALER.search(h.line.text) or ended.search(h.line.text)]
     hard = [h for h in hard if not e.recovered(h.line)]
-    hard = _still(e, hard)
+    hard = [*_still(e, hard), *_halved_away(e)]
     losses = e.series.losses()
     last = losses[-1] if losses else None
     stays = (
@@ -76,6 +76,20 @@ def nan(e: Evidence) -> Iterator[Finding]:
         confidence=0.93,
         lasting=True,
     )
+
+
+def _halved_away(e: Evidence) -> list[Hit]:
+    """apex' scaler, whose scale the last lines have below all that a gradient of numbers needs."""
+    hits = [h for h in e.search(r"reducing loss scale to (\S+)") if h.line.source == "log"][-3:]
+    small = [h for h in hits if (scale := _number(h.match[1])) is not None and scale < 1e-4]
+    return small if len(small) == 3 else []
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 _NO_NUMBER = re.compile(r"(?i)\b[-+]?(?:nan|inf)\b")
