@@ -7,9 +7,12 @@ else that is added to a page is run, and so fails until it works or is listed.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,33 +104,48 @@ class Desk:
         return command
 
 
+@pytest.fixture(scope="module")
+def prepared(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Desk]:
+    """A desk whose second run was in these containers: made once, to be copied."""
+
+    @cache
+    def make(*second: str) -> Desk:
+        place = tmp_path_factory.mktemp("desk")
+        cli = Cli.at_home(place / "home", lab.inventory)
+        known = yaml.safe_load(lab.inventory.read_text())
+        own = {
+            "hosts": {"pve1": known["hosts"]["lab"]},
+            "containers": {
+                name: {**known["containers"][f"lab-{ct}"], "host": "pve1", "groups": ["train"]}
+                for name, ct in (("train-a", 200), ("train-b", 201))
+            },
+        }
+        path = cli.home / ".config" / "dflashctl" / "inventory.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(yaml.safe_dump(own))
+        cli.extra = {"DFLASHCTL_INVENTORY": ""}
+        folder = place / "project"
+        folder.mkdir()
+        cli("init", "--host", "pve1", "--ct", "200", "--model", "m", cwd=folder, code=0)
+        (folder / "start_training.sh").write_text(RUN)
+        (folder / "secrets.env").write_text("TOKEN=hush\n")
+        (folder / "train.py").write_text("print('mine')\n")
+        words = ("--name", "night", "--wait")
+        ids = [
+            cli("launch", *targets, *words, cwd=folder, code=0).stdout.split()[0]
+            for targets in (("train-a",), second)
+        ]
+        return Desk(cli, folder, *ids)
+
+    return make
+
+
 @pytest.fixture
-def desk(request: pytest.FixtureRequest, cli: Cli, lab: Lab, tmp_path: Path) -> Desk:
-    host = yaml.safe_load(lab.inventory.read_text())["hosts"]["lab"]
-    python = yaml.safe_load(lab.inventory.read_text())["containers"]
-    own = {
-        "hosts": {"pve1": host},
-        "containers": {
-            name: {**python[f"lab-{ct}"], "host": "pve1", "groups": ["train"]}
-            for name, ct in (("train-a", 200), ("train-b", 201))
-        },
-    }
-    path = cli.home / ".config" / "dflashctl" / "inventory.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(yaml.safe_dump(own))
+def desk(page: Path, prepared: Callable[..., Desk], cli: Cli, tmp_path: Path) -> Desk:
+    made = prepared("train-a", "train-b") if page == SEVERAL else prepared("train-a")
+    shutil.copytree(made.cli.home, cli.home, dirs_exist_ok=True)
     cli.extra = {"DFLASHCTL_INVENTORY": ""}
-    folder = tmp_path / "project"
-    folder.mkdir()
-    cli("init", "--host", "pve1", "--ct", "200", "--model", "m", cwd=folder, code=0)
-    (folder / "start_training.sh").write_text(RUN)
-    (folder / "secrets.env").write_text("TOKEN=hush\n")
-    (folder / "train.py").write_text("print('mine')\n")
-    second = ("train-a", "train-b") if request.getfixturevalue("page") == SEVERAL else ("train-a",)
-    ids = [
-        cli("launch", *targets, "--name", "night", "--wait", cwd=folder, code=0).stdout.split()[0]
-        for targets in (("train-a",), second)
-    ]
-    return Desk(cli, folder, *ids)
+    return replace(made, cli=cli, folder=shutil.copytree(made.folder, tmp_path / "project"))
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if to_run(p)], ids=lambda page: page.stem)

@@ -80,6 +80,8 @@ def test_two_containers_train_one_drafter(pair: Lab, tmp_path: Path) -> None:
     check_run(cli, first, tmp_path / "out")
 
 
+# `test_pipeline_train.py` shows it of the trainer, the test above what containers add.
+@pytest.mark.soak
 def test_one_container_starts_its_own_ranks(pair: Lab, tmp_path: Path) -> None:
     home, code = write_run(tmp_path)
     cli = Cli(home, pair.inventory)
