@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from paramiko import Channel, Message, SSHClient, SSHConfig
+from paramiko import Channel, Message, SSHClient, SSHConfig, SSHException
 from paramiko import Transport as Paramiko
 from paramiko.common import MSG_CHANNEL_CLOSE
 
@@ -73,6 +74,9 @@ class Lane:
 
     paramiko's thread answers the CLOSE of a command that ended, and what another thread was about
     to send on that channel follows. sshd then ends the connection, with all its other channels.
+
+    New keys are exchanged every 512 MB. A CLOSE that was on its way is answered when that is done,
+    for which paramiko's own thread would wait 30 s, as its reader, and give up the connection.
     """
 
     def __init__(self, transport: Paramiko) -> None:
@@ -84,7 +88,16 @@ class Lane:
 
     def _send_user_message(self, message: Any) -> None:
         message.lane = self
-        self._transport._send_user_message(message)  # type: ignore[attr-defined]
+        reads = threading.current_thread() is self._transport
+        if reads and not self._transport.clear_to_send.is_set():
+            threading.Thread(target=self._send_later, args=[message], daemon=True).start()
+        else:
+            self._transport._send_user_message(message)  # type: ignore[attr-defined]
+
+    def _send_later(self, message: Any) -> None:
+        # Of a connection that ended meanwhile every reader hears.
+        with suppress(SSHException, EOFError, OSError):
+            self._transport._send_user_message(message)  # type: ignore[attr-defined]
 
 
 def dial(route: Route, name: str, secret: str | None = None) -> Connection:

@@ -235,6 +235,21 @@ def test_what_is_sent_as_a_command_ends_leaves_the_connection_to_the_others(
         assert other.receive() == b"still there"
 
 
+def test_a_command_that_ends_while_new_keys_are_exchanged_leaves_the_connection(
+    cli: Cli, proxied: Proxy
+) -> None:
+    """As they are every 512 MB; it then ended 30 s later, with all its sessions."""
+    settings = yaml.safe_load(cli.inventory.read_text())["hosts"]["lab"]
+    host = HostTarget(name="lab", settings=Host.model_validate(settings))
+    with HostConnection(host) as connection, closing(connection.session(["cat"])) as other:
+        proxied.set(rtt_ms=600)
+        with closing(connection.session(["sleep", "0.1"])) as brief:
+            connection.open().transport.renegotiate_keys()
+            assert brief.receive() == b""
+        other.send(b"still there")
+        assert other.receive() == b"still there"
+
+
 def test_all_containers_of_a_host_share_one_connection(cli: Cli, proxied: Proxy) -> None:
     cli("exec", "lab-200", "lab-201", "--", "true", code=0)
     assert proxied.traffic()["connections"] == 1
