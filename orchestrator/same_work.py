@@ -26,7 +26,8 @@ _LAUNCHES = re.compile(
 """Modules that run another program."""
 _IN_FRONT = re.compile(
     r"(?:python[\d.]*|bash|sh|dash|zsh|env|exec|nice|nohup|stdbuf|time|timeout|numactl|taskset|sudo|"
-    r"setsid|torchrun|accelerate|launch|deepspeed|mpirun|srun|uv|conda|poetry|run|cd|source|set)$|"
+    r"setsid|torchrun|accelerate|launch|deepspeed|mpirun|srun|uv|conda|poetry|run|cd|source|set|"
+    r"export|ulimit)$|"
     r"[\d.:,-]+[smhd]?$|\w+=|-|[;&|()<>]+$"
 )
 """Words before a program that has no telling ending: launchers, their options and numbers."""
@@ -144,14 +145,20 @@ def _is_in_front(word: str) -> bool:
 def _words(command: Sequence[str]) -> Iterator[str]:
     """Also those of a line that a shell is given after ``-c``."""
     for at, word in enumerate(command):
-        if at >= 2 and re.fullmatch(r"-[a-z]*c", command[at - 1]) and _is_shell(command[at - 2]):
+        if _takes_a_line(command[:at]):
             yield from _shell_words(word)
         else:
             yield word
 
 
-def _is_shell(word: str) -> bool:
-    return posixpath.basename(word) in _SHELLS
+def _takes_a_line(before: Sequence[str]) -> bool:
+    """Whether a shell takes what follows as a line: ``bash -lc``, ``bash -euo pipefail -c``."""
+    if not before or not re.fullmatch(r"-[a-z]*c", before[-1]):
+        return False
+    at = len(before) - 2
+    while at > 0 and (before[at].startswith("-") or re.fullmatch(r"-[a-z]*o", before[at - 1])):
+        at -= 1
+    return at >= 0 and posixpath.basename(before[at]) in _SHELLS
 
 
 def _shell_words(line: str) -> list[str]:
@@ -187,7 +194,7 @@ def _devices(record: Mapping[str, Any], events: str) -> dict[str, int]:
     parts = [part for part in (plan.get("targets"), plan.get("drafters")) if isinstance(part, list)]
     if used := {str(device) for part in parts for device in part}:
         found["GPUs"] = sum(not device.startswith("cpu") for device in used)
-    elif given:
+    elif isinstance(given, list) and given:
         found["GPUs"] = len(given)
     nodes = record.get("nodes")
     if isinstance(nodes, Mapping) and isinstance(nodes.get("of"), int):

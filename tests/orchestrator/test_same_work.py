@@ -37,6 +37,9 @@ from orchestrator.same_work import differences, is_other_program, program, work_
         ("./start_training.sh --fast", "start_training.sh"),
         ("bash -lc 'source env.sh && exec python -m trainer train c.yaml 2>&1'", "trainer"),
         ("sh -c 'cd /workspace; python train.py; echo done'", "train.py"),
+        ("bash -l -c 'python train.py --lr 1'", "train.py"),
+        ("bash -euo pipefail -c 'python train.py | tee log'", "train.py"),
+        ("bash -c 'export A=1; ulimit -n 65536; ./a.out'", "a.out"),
         ("bash -c 'python \"unclosed train.py'", "train.py"),
         ("timeout 10m ./a.out --steps 3", "a.out"),
         ("/usr/local/bin/llama-train -m model.gguf", "/usr/local/bin/llama-train"),
@@ -223,3 +226,8 @@ def test_fewer_nodes_and_leased_gpus() -> None:
 
     assert differences(work(8, 2), work(4, 1)) == ["GPUs 8 → 4", "nodes 2 → 1"]
     assert differences(work(8, 1), work(0, 1)) == []
+
+
+@pytest.mark.parametrize("gpus", [3, True, "0,1", {"GPU-0": 1}])
+def test_a_records_gpus_of_another_type_are_none(gpus: Any) -> None:
+    assert work_of({"command": COMMAND, "gpus": gpus}, "").devices == {}
