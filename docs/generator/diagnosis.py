@@ -109,9 +109,10 @@ def ends(value: ast.expr | None, function: ast.FunctionDef) -> list[str]:
 
 
 PLACEHOLDERS = (
-    ("", r"ssh_options"),
+    ("", r"ssh_options|_of_a_shell"),
     ("root@HOST", r"ssh_host"),
     ("NAME", r"target_of"),
+    ("RUN", r"run_of"),
     ("SCRIPT", r"^script$"),
     (GO_ON, r"\be\.go_on\b"),
     ("CT", r"number|container_of|own_number|ct\b"),

@@ -213,9 +213,14 @@ class Evidence:
         return f"{GO_ON}\na program of one's own: {GO_ON_OWN}"
 
     def _resumed(self, config: str) -> str:
-        run = next((p.text.strip() for p in self.probes.named(r"^run_name$")), "")
-        words = [self.place.container, f"--set config={config}", run and f"--set run={run}"]
+        words = [self.place.container, f"--set config={config}"]
+        words += [f"--set run={self.run_name}"] if self.run_name else []
         return " ".join(word for word in words if word)
+
+    @cached_property
+    def run_name(self) -> str:
+        """The run's id, where a probe says it."""
+        return next((p.text.strip() for p in self.probes.named(r"^run_name$")), "")
 
     @cached_property
     def python(self) -> str:

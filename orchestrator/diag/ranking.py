@@ -62,7 +62,7 @@ EFFECT_OF: dict[str, str] = {
     "compile.cache": r"disk\.readonly",
     "disk.full": r"compile\.cache|shm\.full",
     "disk.readonly": r"disk\.full",
-    "throughput.collapse": r"(?!throughput\.collapse|unknown|exit|code\.error|loss\.).*",
+    "throughput.collapse": r"(?!throughput\.collapse|unknown|exit|code\.error|loss\.|tmux\.).*",
     "throughput.starved": r"cpu\.|gpu\.throttled|gpu\.busy|disk\.|compile\.|"
     r"throughput\.backpressure|run\.hang",
     "throughput.backpressure": r"cpu\.|gpu\.(?:throttled|busy)|compile\.|disk\.|run\.hang",

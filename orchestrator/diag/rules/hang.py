@@ -13,7 +13,7 @@ from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding, Quote
 from orchestrator.diag.flight import first_mismatch, read_dumps
 from orchestrator.diag.probes import Probe
-from orchestrator.diag.rules.shared import spoke
+from orchestrator.diag.rules.shared import run_of, spoke
 from orchestrator.diag.stacks import odd_one_out, summary
 from orchestrator.diag.text import DEFAULT_YEAR, Line
 from trainer.telemetry import QUIET_EVENTS
@@ -50,9 +50,10 @@ def hang(e: Evidence) -> Iterator[Finding]:
             yield e.found(
                 "run.hang",
                 f"silent for {silence:.0f} s; a hang is named after {limit}; look before: "
-                "dflashctl attach",
+                f"dflashctl attach {run_of(e)}",
                 at[:2],
-                "wait, or look at once: dflashctl status; dflashctl attach",
+                f"wait, or look at once: dflashctl status {run_of(e)}; "
+                f"dflashctl attach {run_of(e)}",
                 severity="info",
                 confidence=0.5,
                 lasting=True,
@@ -80,7 +81,7 @@ def hang(e: Evidence) -> Iterator[Finding]:
         title,
         [*where, *at[:3], *said[-1:], *([odd.line] if odd else []), *last[:1]],
         "what does the odd one wait for: a lock, a queue, a disk (state D), a collective?\n"
-        f"then dflashctl stop; {e.go_on}" + _without_py_spy(e),
+        f"then dflashctl stop {run_of(e)}; {e.go_on}" + _without_py_spy(e),
         confidence=0.88,
         lasting=True,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.diag.evidence import Evidence
 from orchestrator.diag.finding import Finding
-from orchestrator.diag.rules.shared import target_of
+from orchestrator.diag.rules.shared import run_of, target_of
 from orchestrator.diag.text import Line
 from orchestrator.diag.tracebacks import Failure
 
@@ -143,10 +143,10 @@ _NOISE = re.compile(
 
 _SHELLS_CODES = {
     126: "126 is a shell's: it found a command and could not execute it. Is it executable, is the "
-    "file system\nmounted noexec, is its first line right? Its words went elsewhere "
-    "(2>/dev/null?)\n",
-    127: "127 is a shell's: it did not find a command. Its words went elsewhere (2>/dev/null?); "
-    "look by hand:\n"
+    "file system\nmounted noexec, is its first line right? Its words, if not above, "
+    "went elsewhere (2>/dev/null?)\n",
+    127: "127 is a shell's: it did not find a command. Its words, if not above, went elsewhere "
+    "(2>/dev/null?);\nlook by hand:\n"
     "dflashctl exec {target} -- sh -c 'echo $PATH; command -v python3 python torchrun'\n",
 }
 
@@ -196,6 +196,10 @@ def lone(e: Evidence) -> Iterator[Finding]:
         )
 
 
+def _of_a_shell(e: Evidence, code: int | None) -> str:
+    return _SHELLS_CODES.get(code or 0, "").format(target=target_of(e))
+
+
 def unknown(e: Evidence) -> Iterator[Finding]:
     """The run failed and no rule knows why: its last distinct lines, as they are."""
     last: list[Line] = []
@@ -219,9 +223,9 @@ def unknown(e: Evidence) -> Iterator[Finding]:
         + (f" with code {code}" if code else "")
         + " and said nothing that is known here",
         [*last, *([record.line] if record else [])] or list(e.probes)[:2],
-        (_SHELLS_CODES.get(code or 0, "")).format(target=target_of(e))
-        + "read the last lines: dflashctl tail -n 200 --no-follow\n"
-        "keep it for a person: dflashctl diag --bundle run.tar.zst",
+        _of_a_shell(e, code)
+        + f"read the last lines: dflashctl tail {run_of(e)} -n 200 --no-follow\n"
+        f"keep it for a person: dflashctl diag {run_of(e)} --bundle run.tar.zst",
         confidence=0.4,
     )
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding
 from orchestrator.diag.probes import SIGNAL_NAMES, SIGNALS
-from orchestrator.diag.rules.shared import container_of
+from orchestrator.diag.rules.shared import container_of, run_of
 from orchestrator.diag.text import Line
 
 TMUX_MISSING = (
@@ -88,7 +88,7 @@ def tmux_socket(e: Evidence) -> Iterator[Finding]:
             "tmux.socket_lost",
             f"tmux's socket {'' if listed else 'or its server '}is gone"
             + (", the run itself lives" if lives else ""),
-            [*gone[:2], *server[:1], *e.probes.named(_PROCESSES)[:1]],
+            [*gone[:2], *server[:1]],
             "in the container: pkill -USR1 -o tmux   # the server makes its socket anew\n"
             "tmux ls; dflashctl attach\n"
             "keep cleaners off it: echo 'x /tmp/tmux-*' > /etc/tmpfiles.d/tmux.conf",
@@ -110,8 +110,9 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
             yield e.found(
                 "tmux.died",
                 "tmux's server has ended; the run lives on without it",
-                [*gone[:2], *e.probes.named(_PROCESSES)[:1]],
-                "nothing is lost: dflashctl tail follows the log, dflashctl stop ends the run\n"
+                gone[:2],
+                f"nothing is lost: dflashctl tail {run_of(e)} follows the log, dflashctl stop ends "
+                "the run\n"
                 "who ended it: journalctl -n 200 | grep -i -e tmux -e oom",
                 severity="warning",
                 lasting=True,

@@ -48,6 +48,12 @@ def target_of(e: Evidence) -> str:
     return e.place.container or "NAME"
 
 
+def run_of(e: Evidence) -> str:
+    """The run's id for a verb's command line, where no word at all would mean the newest run;
+    ``RUN`` if nobody said."""
+    return e.run_name or "RUN"
+
+
 def mount_of(e: Evidence, path: str) -> Mount | None:
     """The row of ``df`` that ``path`` lies on."""
     best: Mount | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from orchestrator.diag.evidence import Evidence, Hit
 from orchestrator.diag.finding import Finding, Severity
 from orchestrator.diag.probes import Probe
-from orchestrator.diag.rules.shared import spoke
+from orchestrator.diag.rules.shared import run_of, spoke, target_of
 from orchestrator.diag.steps import read_series
 from orchestrator.diag.text import Line
 from trainer.telemetry import duration
@@ -87,8 +87,9 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         "run.not_started",
         why,
         [*told, *([] if reason else _bookkeeping(e))],
-        mend + "look at the pane: dflashctl attach   (Ctrl-b d leaves it)\n"
-        "run the command by hand: dflashctl exec -- bash -x start_training.sh\n"
+        mend + f"look at the pane: dflashctl attach {run_of(e)}   (Ctrl-b d leaves it)\n"
+        "see which command of the script it is: dflashctl launch "
+        f"{target_of(e)} --follow -- bash -x start_training.sh\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
         severity=severity,
         confidence=0.9 if reason else 0.7,

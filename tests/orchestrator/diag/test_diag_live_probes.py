@@ -425,6 +425,34 @@ def test_the_run_that_was_looked_at_is_taken_up_not_the_newest_of_all() -> None:
 
 
 @pytest.mark.parametrize(
+    ("log", "state", "code", "told"),
+    [
+        ("a word\n", "failed", "unknown", ["tail ID -n 200", "diag ID --bundle"]),
+        (
+            "python3: can't open file '/w/nofile.py': [Errno 2] No such file or directory\n",
+            "failed",
+            "run.not_started",
+            ["attach ID ", "launch train-a --follow -- bash -x start_training.sh"],
+        ),
+        (
+            "2026-09-01 08:00:00 step 1 | loss 2.0\n2026-09-01 08:00:30 step 2 | loss 1.9\n",
+            "training",
+            "run.hang",
+            ["status ID; dflashctl attach ID"],
+        ),
+    ],
+)
+def test_the_next_step_names_the_run_that_was_looked_at(
+    log: str, state: str, code: str, told: list[str]
+) -> None:
+    about = {"run_name": "night-20260901-080000-ab12", "now": "2026-09-01 08:02:10"}
+    about[KEY] = Place(host="pve1", container="train-a").model_dump()
+    found = next(f for f in report(log, run_state=state, **about).findings if f.code == code)
+    for words in told:
+        assert words.replace("ID", about["run_name"]) in found.remedy
+
+
+@pytest.mark.parametrize(
     ("now", "told"),
     [
         ("2026-09-01 08:00:40", False),  # its steps come every 30 s
@@ -436,7 +464,7 @@ def test_silence_is_told_before_it_is_a_hang(now: str, told: bool) -> None:
     found = report(log, run_state="training", now=now)
     assert found.healthy and found.exit_code == 0
     titles = [f.title for f in found.findings if f.code == "run.hang"]
-    words = "silent for 100 s; a hang is named after 10 min; look before: dflashctl attach"
+    words = "silent for 100 s; a hang is named after 10 min; look before: dflashctl attach RUN"
     assert titles == ([words] if told else [])
 
 

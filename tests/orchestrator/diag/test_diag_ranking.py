@@ -51,6 +51,10 @@ def test_what_goes_before_that() -> None:
     assert codes(ranked([finding("run.hang", 5), finding("data.format", 300)]))[0] == "data.format"
 
 
+def test_a_slower_run_is_not_slower_because_tmux_ended() -> None:
+    assert not explains(finding("tmux.died", 0, "warning"), finding("throughput.collapse", 0))
+
+
 def test_a_remark_explains_nothing() -> None:
     report = ranked([finding("gpu.oom", 5, "info"), finding("code.error", 50)])
 
