@@ -74,6 +74,7 @@ def write_bundle(
         "report.txt": render(report),
         **{name: _json(record) for name, record in (records or {}).items()},
     }
+    check_packer(path)
     part = path.with_name(path.name + ".part")
     with writing(path):
         with _packed(part) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
@@ -128,8 +129,12 @@ def _log_text(log: Path | None) -> tuple[str, int]:
 def check_packer(path: Path) -> None:
     """For before anything is looked at.
 
-    :raises UsageError: what packs a bundle of that name is not installed.
+    :raises UsageError: it is a folder, or what packs a bundle of that name is not installed.
     """
+    if path.is_dir():
+        raise UsageError(
+            f"--bundle {path}: that is a folder", next_step=f"name a file: {path / 'run.tar.gz'}"
+        )
     if not _is_gzip(path):
         _zstandard()
 

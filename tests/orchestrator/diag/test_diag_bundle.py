@@ -124,6 +124,16 @@ def test_a_bundle_that_cannot_be_packed_is_refused_before_anything_is_reached(
         diag(host="no-such-host", ct=200, bundle=tmp_path / name)
 
 
+def test_a_folder_is_no_bundle_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    with pytest.raises(UsageError, match="folder"):
+        diag(host="no-such-host", ct=200, bundle=folder)
+    with pytest.raises(UsageError, match="folder"):
+        write_bundle(folder, log=None, probes={}, report=diagnose(Evidence.from_text("step 1\n")))
+    assert [p.name for p in tmp_path.iterdir()] == ["here"]
+
+
 def test_members_are_plain_files_for_any_tool(tmp_path: Path) -> None:
     case = CASES / "disk-inodes"
     report = diagnose(Evidence.from_log(case / "log.txt"))
