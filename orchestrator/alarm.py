@@ -257,9 +257,8 @@ def status_line(watched: Watched) -> str:
     summary = watched.summary
     parts = [state_words(watched)]
     if summary is not None:
-        if summary.step is not None:
-            of = f"/{summary.steps}" if summary.steps else ""
-            parts.append(f"step {summary.step}{of}")
+        if summary.progress:
+            parts.append(f"step {summary.progress}")
         if summary.tokens_per_s is not None and not summary.is_over:
             parts.append(f"{compact(summary.tokens_per_s)} tok/s")
         if summary.loss is not None:

@@ -80,6 +80,13 @@ class RunSummary(BaseModel):
         return self.state in ENDED
 
     @property
+    def progress(self) -> str | None:
+        """``120/400``; a program of one's own may not say of how many."""
+        if self.step is None or not self.steps:
+            return None if self.step is None else str(self.step)
+        return f"{self.step}/{self.steps}"
+
+    @property
     def verdict(self) -> int:
         """This tool's exit code for how the run ended: a requested stop is no failure."""
         return 1 if self.state == "failed" else 0

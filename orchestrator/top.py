@@ -146,8 +146,8 @@ def _row(row: Row, widths: list[int], bars: str) -> Line:
     cells[0] = fit_name(row.run_id, widths[0]) if row.run_id else "-"
     cells[1] = fit_name(row.where, widths[1])
     cells[2] = state_text(row)
-    if summary is not None and summary.step is not None:
-        cells[3] = f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step)
+    if summary is not None:
+        cells[3] = summary.progress or ""
     if live and summary is not None and summary.tokens_per_s is not None:
         cells[4] = compact(summary.tokens_per_s)
     cells[5] = sparkline(row.rates, widths[5], bars)

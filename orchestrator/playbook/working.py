@@ -184,8 +184,9 @@ def pull(stage: Stage, action: actions.Pull) -> Done:
             notice=stage.notice,
         )
         files, size = files + pulled.files, size + pulled.bytes
+    into = laptop_path(action.to) / run_id if len(refs) == 1 else action.to
     return Done(
-        f"{counted(files, 'file')} into {action.to}",
+        f"{counted(files, 'file')} into {into}",
         {"files": files, "bytes": size, "to": action.to},
     )
 

@@ -52,6 +52,15 @@ def test_a_command_is_shown_as_it_can_be_typed_again(capsys: pytest.CaptureFixtu
     assert f"command      python -c 'import x\n{'':13}x.go()'\n" in text
 
 
+@pytest.mark.parametrize(("steps", "told"), [(400, "3/400"), (None, "3")])
+def test_a_program_need_not_say_how_many_steps_there_are(
+    steps: int | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"step         {told}\n" in shown(
+        {"state": "training", "step": 3, "steps": steps}, capsys
+    )
+
+
 def test_a_run_that_evaluates_says_so_where_its_steps_are_done(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
