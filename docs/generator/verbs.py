@@ -17,7 +17,10 @@ def verbs() -> str:
         "# Every verb\n\n",
         "A target is an inventory name, a group, or `--host H --ct N`. Without one, verbs that "
         "take a run mean\nthe newest. Words after `--` are a command for the container. "
-        "`dflashctl VERB --help` says the same.\n\n",
+        "`dflashctl VERB --help` says the same.\n\n"
+        "With `--json` each answer is one object. Of several runs or containers, and of what "
+        "follows a log or a\nplaybook, each has a line of its own: `jq` reads them, "
+        "`python -m json.tool` needs `--json-lines`.\n\n",
         "Exit codes: 0 good · 1 the run failed, or diag found something fatal · 2 wrong usage · "
         "3 unreachable, so\nthe state is unknown · 4 refused (preflight, lease, double launch) · "
         "5 no such thing · 130 interrupted.\n\n",
