@@ -97,8 +97,9 @@ manifest's sha256, with ``-2``, ``-3`` … appended when a job altered the tree 
     and commit again. ``release`` may differ from begin's: ``-2`` when a job altered the first tree.
 ``release.prune`` {"keep": n} → {"removed": [ids], "kept": [{"release", "why", …}], "failed":
     [{"path", "why"}]}. Never one that a live run uses, nor one of the ``keep`` last pushed, nor one
-    in which a job made or changed files (its results). What is removed is out of sight with the
-    answer; its files go after it, and what stays of them is told by the next.
+    in which a job made or changed files (its results), nor one pushed on another channel that is
+    open and has not asked for pruning yet. What is removed is out of sight with the answer; its
+    files go after it, and what stays of them is told by the next.
 
 Runs
 ----

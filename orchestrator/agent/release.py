@@ -26,7 +26,7 @@ from orchestrator.agent.files import (
 )
 from orchestrator.agent.manifest import DIGEST, Entry, digest_of, parse, release_id
 from orchestrator.agent.protocol import AgentError
-from orchestrator.agent.release_store import examine, make_last, stamps, versions
+from orchestrator.agent.release_store import examine, hold, make_last, stamps, versions
 from orchestrator.agent.serve import Request
 from orchestrator.paths import ContainerPaths
 
@@ -46,6 +46,17 @@ class Push:
         self.name = release_id(manifest)
         self.bytes = sum(entry.size for entry in self.entries)
         self.files = sum(entry.kind == "f" for entry in self.entries)
+        self._held: int | None = None
+
+    def hold(self, paths: ContainerPaths, name: str) -> None:
+        """Until the channel ends, or asks for pruning itself."""
+        self.let_go()
+        self._held = hold(paths, name)
+
+    def let_go(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
 
 def begin(request: Request) -> dict[str, Any]:
@@ -90,6 +101,7 @@ def commit(request: Request) -> dict[str, Any]:
         meta = request.get("meta", dict, {})
         name = existing or _build(request, push, meta)
         make_last(request.paths, name)
+        push.hold(request.paths, name)
     return {
         "release": name,
         "path": request.paths.release(name),

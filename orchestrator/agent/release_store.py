@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import stat
@@ -59,6 +60,28 @@ def stamps(paths: ContainerPaths) -> dict[int, int]:
     """The modification times that releases gave their files, and when each was settled."""
     records = (read_record(paths.release_record(name)) or {} for name in names(paths))
     return {record["stamp"]: record.get("settled", 0) for record in records if "stamp" in record}
+
+
+def hold(paths: ContainerPaths, name: str) -> int:
+    """Keeps a release from being pruned until the descriptor is closed, or its process has ended:
+    a launch has the config checked with it before a run stands in for it."""
+    descriptor = os.open(paths.release_record(name), os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _held(paths: ContainerPaths, name: str) -> bool:
+    try:
+        descriptor = os.open(paths.release_record(name), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def versions(paths: ContainerPaths, name: str) -> list[str]:
@@ -160,6 +183,8 @@ def prune(request: Request) -> dict[str, Any]:
     paths = request.paths
     keep = request.need("keep", int)
     make_private(paths.releases)
+    for push in list(request.server.pushes.values()):
+        push.let_go()
     removed: list[str] = []
     kept: list[dict[str, Any]] = []
     with locked(paths.lock):
@@ -169,6 +194,9 @@ def prune(request: Request) -> dict[str, Any]:
         for name in old:
             if name in users:
                 kept.append({"release": name, "why": "in use", "runs": users[name]})
+                continue
+            if _held(paths, name):
+                kept.append({"release": name, "why": "just pushed by somebody who is still there"})
                 continue
             try:
                 if written := _written_by_a_job(paths, name)[:10]:

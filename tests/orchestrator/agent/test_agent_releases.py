@@ -441,6 +441,18 @@ def test_what_a_prune_left_when_it_was_killed_goes_with_the_next(agent: Any, wor
     assert not hidden.exists()
 
 
+def test_what_was_pushed_stays_until_its_channel_ends_whoever_prunes(agents: Any) -> None:
+    """A launch has its config checked with it, for which torch is loaded, before a run starts."""
+    launching, other = agents(), agents()
+    waits = push(launching, {b"a": b"0"})
+    push(other, {b"a": b"1"})
+    gone = other.call("release.prune", keep=1)
+    assert (gone["removed"], [one["release"] for one in gone["kept"]]) == ([], [waits["release"]])
+    assert content(waits["path"]) == {b"a": b"0"}
+    launching.close()
+    assert other.call("release.prune", keep=1)["removed"] == [waits["release"]]
+
+
 def test_pruning_keeps_a_release_whose_files_a_job_changed(agent: Any) -> None:
     old, new = (push(agent, {b"notes.json": b"%d" % number}) for number in range(2))
     Path(old["path"], "notes.json").write_bytes(b"{results}")
