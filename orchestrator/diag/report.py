@@ -59,7 +59,7 @@ def _finding(finding: Finding, width: int, colour: bool) -> Iterator[str]:
 _COMMAND = re.compile(
     r"(?:sudo |[A-Z_]+=\S+ )*(?:dflashctl|pct|python[\d.]*|\S*/python\S*|torchrun|"
     r"nvidia-smi|dmesg|echo|export|cat|ls|rm|mv|find|grep|apt|pip|lxc-\S+|systemctl|ssh\S*|sed|df|"
-    r"du|ss|kill|pkill|tmux|chmod|getent) "
+    r"du|ss|kill|pkill|tmux|chmod|getent|journalctl) "
 )
 
 

@@ -223,9 +223,8 @@ def unknown(e: Evidence) -> Iterator[Finding]:
         + (f" with code {code}" if code else "")
         + " and said nothing that is known here",
         [*last, *([record.line] if record else [])] or list(e.probes)[:2],
-        _of_a_shell(e, code)
-        + f"read the last lines: dflashctl tail {run_of(e)} -n 200 --no-follow\n"
-        f"keep it for a person: dflashctl diag {run_of(e)} --bundle run.tar.zst",
+        _of_a_shell(e, code) + f"dflashctl tail {run_of(e)} -n 200 --no-follow   # the last lines\n"
+        f"dflashctl diag {run_of(e)} --bundle run.tar.zst   # keep it for a person",
         confidence=0.4,
     )
 

@@ -87,9 +87,8 @@ def not_started(e: Evidence) -> Iterator[Finding]:
         "run.not_started",
         why,
         [*told, *([] if reason else _bookkeeping(e))],
-        mend + f"look at the pane: dflashctl attach {run_of(e)}   (Ctrl-b d leaves it)\n"
-        "see which command of the script it is: dflashctl launch "
-        f"{target_of(e)} --follow -- bash -x start_training.sh\n"
+        mend + f"dflashctl attach {run_of(e)}   # its pane; Ctrl-b d leaves it\n"
+        f"dflashctl launch {target_of(e)} --follow -- bash -x start_training.sh   # where it ends\n"
         "a run has nobody to answer prompts: give -y / --yes or remove the question",
         severity=severity,
         confidence=0.9 if reason else 0.7,
