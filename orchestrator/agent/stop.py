@@ -19,7 +19,7 @@ from orchestrator.agent.records import (
     supervisor_record,
 )
 from orchestrator.agent.serve import Request
-from orchestrator.agent.status import find, state_of
+from orchestrator.agent.status import find, state_of, summary
 from orchestrator.paths import RunPaths
 
 LAST_LINES = 20
@@ -33,7 +33,9 @@ def stop(request: Request) -> dict[str, Any]:
     grace = request.get("grace_s", (int, float))
     if grace is None:
         grace = run_record(paths).get("grace_s", 60)
-    already = state_of(paths) in ENDED and not _left_behind(paths)
+    before = summary(paths, lines=0)
+    over = before["state"] in ENDED
+    already = over and not _left_behind(paths)
     killed: list[int] = []
     if not already:
         record = {"who": request.get("who", str, ""), "time": time.time(), "grace_s": grace}
@@ -42,7 +44,7 @@ def stop(request: Request) -> dict[str, Any]:
             write_record(paths.stop, record, durable=False)
         supervisor = supervisor_record(paths)
         if supervisor is None or not _supervised_end(request, paths, supervisor, grace):
-            killed = _end_without(request, paths, grace, record)
+            killed = _end_without(request, paths, grace, record, before if over else {})
     ending = exit_record(paths) or {}
     return {
         "state": state_of(paths),
@@ -89,9 +91,17 @@ def _supervised_end(
 
 
 def _end_without(
-    request: Request, paths: RunPaths, grace: float, record: dict[str, Any]
+    request: Request,
+    paths: RunPaths,
+    grace: float,
+    record: dict[str, Any],
+    failed: dict[str, Any],
 ) -> list[int]:
-    """The supervisor is gone: the marker in their environment still finds the run's processes."""
+    """The supervisor is gone: the marker in their environment still finds the run's processes.
+
+    :param failed: what was known of a run that had ended before: who ends what is left of it does
+        not make it one that a person stopped.
+    """
 
     def tell(name: str, left: int) -> None:
         request.send({"signal": name, "left": left})
@@ -102,12 +112,13 @@ def _end_without(
     end = {
         "exit_code": None,
         "signal": None,
-        "reason": "stopped",
-        "error": "the supervisor was gone: how the command ended is not known",
+        "reason": failed.get("state", "stopped"),
+        "error": failed.get("reason")
+        or "the supervisor was gone: how the command ended is not known",
         "ended": time.time(),
         "boot_id": boot_id(),
         "attempts": [],
-        "stop": record,
+        "stop": None if failed else record,
         "killed": ending.killed,
     }
     if exit_record(paths) is None:

@@ -351,8 +351,10 @@ def test_stop_ends_what_outlived_supervisor_and_command(runs: Any) -> None:
     runs.wait(lambda: runs.status(run)["state"] == "failed")
     assert re.search(r"; left of it: PID \d+, \d+, which stop ends$", runs.status(run)["reason"])
     answer = runs.agent.call("run.stop", run_id=run["run_id"], grace_s=1)
-    assert (answer["state"], answer["already"]) == ("stopped", False)
+    assert (answer["state"], answer["already"]) == ("failed", False)
     assert not [one for one in members if alive(one.pid, one.start)]
+    # What diag names: it was killed, nobody stopped it.
+    assert runs.status(run)["reason"] == "the supervisor was killed and left no record"
 
 
 def test_stop_wakes_a_stopped_supervisor(runs: Any) -> None:
