@@ -125,7 +125,8 @@ def tmux_died(e: Evidence) -> Iterator[Finding]:
         ended.append(record.line)
     session_lives = e.probes.has(r"^\S+: \d+ windows? \(created")
     strong = ended or (hangup and not session_lives)
-    own_end = record is not None and record.code is not None
+    # Of a terminal that went comes SIGHUP; a session may be gone long after its run's own end.
+    own_end = record is not None and (record.code is not None or record.signal not in (None, 1))
     silent_end = (
         gone
         and not own_end

@@ -424,6 +424,13 @@ def test_the_run_that_was_looked_at_is_taken_up_not_the_newest_of_all() -> None:
     assert again in found.remedy
 
 
+def test_a_session_that_is_gone_later_killed_no_run() -> None:
+    record = {"exit_code": None, "signal": 9, "reason": "failed"}
+    gone = "can't find session: night-20260901-080000-ab12"
+    found = report("step 1 | loss 2.0\n", run_state="failed", exit_record=record, tmux=gone)
+    assert roots(found) == ["run.killed"]
+
+
 @pytest.mark.parametrize(
     ("log", "state", "code", "told"),
     [
