@@ -333,7 +333,8 @@ class AgentChannel:
         self._threads[0].join(timeout=1.0)
         stderr = self._stderr.decode(errors="replace")
         if self._hello is None:
-            noise = self._noise.decode(errors="replace")
+            # Its own first word, where it was killed after that, is nothing that was printed.
+            noise = self._noise.partition(MAGIC)[0].decode(errors="replace")
             if not pct.says_why(stderr):
                 # Its own words are no reason: a login shell that prints says them every time.
                 why = self._on_no_word(stderr.strip() or noise.strip(), status)

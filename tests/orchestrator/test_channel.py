@@ -223,6 +223,12 @@ def test_noise_without_an_agent_is_shown(open_channel: Open) -> None:
         open_channel(["sh", "-c", "echo This account is locked; exit 1"]).hello()
 
 
+def test_an_agent_that_is_killed_after_its_first_word_printed_nothing(open_channel: Open) -> None:
+    with pytest.raises(ExecFailed) as caught:
+        open_channel(["printf", "\\000DFLASH1\\n"]).hello()
+    assert caught.value.what == "the agent did not start (exit code 0); nothing was printed"
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_ended_before_the_agent_spoke_and_left_no_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
