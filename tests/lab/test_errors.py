@@ -263,13 +263,13 @@ def test_a_place_that_cannot_be_written_is_named(cli: Cli, code: Path, tmp_path:
     file.write_text("of the user")
     folder.mkdir()
     run_id = cli.json("launch", "lab-201", "--", "true", cwd=code)["run_id"]
-    for words in (
-        ("pull", run_id, "--to", file),
-        ("env", "freeze", "lab-201", "-o", file / "x"),
-        ("diag", run_id, "--bundle", folder),
-        ("report", run_id, "-o", folder),
+    for why, *words in (
+        ("cannot be written", "pull", run_id, "--to", file),
+        ("cannot be written", "env", "freeze", "lab-201", "-o", file / "x"),
+        ("that is a folder", "diag", run_id, "--bundle", folder),
+        ("cannot be written", "report", run_id, "-o", folder),
     ):
-        assert "cannot be written" in cli(*words, code=2).stderr
+        assert why in cli(*words, code=2).stderr
     assert file.read_text() == "of the user"
 
 
