@@ -13,7 +13,14 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 
-from orchestrator.agent.files import make_private, new_name, remove_tree, sync_files, write_all
+from orchestrator.agent.files import (
+    make_private,
+    new_name,
+    remove_tree,
+    sync_files,
+    taken,
+    write_all,
+)
 from orchestrator.agent.protocol import AgentError
 from orchestrator.paths import ContainerPaths
 
@@ -154,20 +161,15 @@ class BlobStore:
         finally:
             os.close(file)
 
-    def sweep(self, needed: set[str], older_than: float) -> tuple[int, int]:
-        """Remove what is not needed and not new; how many, how many bytes."""
-        count = size = 0
+    def sweep(self, needed: set[str], older_than: float) -> None:
+        """Remove what is not needed and not new."""
         for folder in _entries(self._paths.blobs):
             if folder.name.startswith("."):
                 continue
             for entry in _entries(folder.path):
-                status = entry.stat(follow_symlinks=False)
-                if entry.name in needed or status.st_mtime > older_than:
-                    continue
-                os.unlink(entry.path)
-                count += 1
-                size += status.st_size
-        return count, size
+                new = entry.stat(follow_symlinks=False).st_mtime > older_than
+                if entry.name not in needed and not new:
+                    os.unlink(entry.path)
 
 
 def _adopt(digest: str, target: bytes, mode: int, stamp: int) -> bool:
@@ -259,10 +261,8 @@ def clean_dead(folder: str, prefix: str) -> None:
         except FileNotFoundError:
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_tree(entry.path)
-        except BlockingIOError:
-            continue
+            if not taken(descriptor):
+                remove_tree(entry.path)
         finally:
             os.close(descriptor)
 

@@ -150,6 +150,17 @@ def locked(path: str, *, shared: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
+def taken(descriptor: int) -> bool:
+    """Whether somebody else holds an flock on it. Else we do from now on, until it is closed."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
 _TAIL_BYTES = 64 << 10
 
 

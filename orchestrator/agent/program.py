@@ -160,7 +160,7 @@ def plain(program: str) -> str:
 
 def prune(folder: str) -> None:
     """Remove all but the newest programs, never one that a process holds."""
-    import fcntl
+    from orchestrator.agent.files import taken
 
     names = os.listdir(folder)
     programs = sorted(
@@ -171,9 +171,7 @@ def prune(folder: str) -> None:
     for name in programs[KEEP:]:
         path = f"{folder}/{name}"
         with open(path, "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if taken(file.fileno()):
                 continue
             os.unlink(path)
             for other in names:

@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from orchestrator.agent.blobs import BlobStore, untouched
-from orchestrator.agent.files import locked, make_private, new_name, read_record, remove_tree
+from orchestrator.agent.files import (
+    locked,
+    make_private,
+    new_name,
+    read_record,
+    remove_tree,
+    taken,
+)
 from orchestrator.agent.manifest import Entry, parse
 from orchestrator.agent.protocol import AgentError
 from orchestrator.agent.serve import Request
@@ -76,12 +83,9 @@ def _held(paths: ContainerPaths, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return taken(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 def versions(paths: ContainerPaths, name: str) -> list[str]:
